@@ -1,0 +1,263 @@
+"""`Case`: one question to an attention backend, as plain data with every validity rule.
+
+Tensors are a pure function of a case (`cases.tensors`), so a case replays, shrinks and travels as text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic.dataclasses import dataclass
+
+DType = Literal["float16", "bfloat16", "float32"]
+KVDType = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"]
+Level = Literal["engine", "kernel"]
+Layout = Literal["NHD", "HND"]
+Phase = Literal["prefill", "decode"]
+Kind = Literal["prefill", "chunked", "decode", "mixed", "verify", "draft_extend"]
+Placement = Literal["sequential", "reversed", "scattered"]
+ValueKind = Literal["needles", "zero_q", "constant_v", "one_hot_v", "extreme", "random"]
+
+MAX_LEN = 1 << 20
+"""Longest `kv_len` that a case may ask for, in tokens."""
+
+_CONFIG = ConfigDict(extra="forbid", strict=True)
+_Length = Annotated[int, Field(ge=0, le=MAX_LEN)]
+_Count = Annotated[int, Field(ge=1, le=4096)]
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Heads:
+    """Head counts and widths. Query head h reads KV head h // group_size."""
+
+    num_qo_heads: _Count = 1
+    num_kv_heads: _Count = 1
+    head_dim_qk: _Count = 64
+    head_dim_vo: _Count = 64
+
+    def __post_init__(self) -> None:
+        if self.num_qo_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_qo_heads {self.num_qo_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+
+    @property
+    def group_size(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Mask:
+    """Which keys a query row sees, and what happens to its scores.
+
+    Causal is aligned bottom right: row i of a request sees keys 0 .. kv_len - qo_len + i.
+    `window` is the number of keys visible, the row's own included (None: all of them); it counts back from the
+    row's own key, so with `causal=False` it bounds the left side only.
+    `soft_cap` c replaces a score s by c * tanh(s / c). `custom` is the seed of a random boolean mask over
+    (qo_len, kv_len) that replaces `causal` and `window`; None: no such mask.
+    """
+
+    causal: bool = True
+    window: Annotated[int, Field(ge=1, le=MAX_LEN)] | None = None
+    soft_cap: Annotated[float, Field(gt=0, le=1e4)] | None = None
+    custom: Annotated[int, Field(ge=0)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.custom is not None and (self.window is not None or self.causal):
+            raise ValueError("a custom mask stands alone: causal must be false and window null")
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Request:
+    """One request as an engine sees it: `extend_len` new tokens behind `cached_len` stored ones.
+
+    `uid` names it across steps. With `prefix_of` its first `prefix_len` tokens stand in the pages of that request
+    of the same step (whole pages, all of them cached by both).
+    """
+
+    cached_len: _Length = 0
+    extend_len: Annotated[int, Field(ge=1, le=MAX_LEN)] = 1
+    uid: Annotated[int, Field(ge=0)] = 0
+    prefix_of: Annotated[int, Field(ge=0)] | None = None
+    prefix_len: _Length = 0
+
+    @property
+    def qo_len(self) -> int:
+        return self.extend_len
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens in the KV cache after this step (`device_len` of an engine)."""
+        return self.cached_len + self.extend_len
+
+    @property
+    def stored_len(self) -> int:
+        """Tokens whose K and V stand in the pool before the backend is called."""
+        return self.cached_len
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class KernelRequest:
+    """One request as a kernel sees it: `qo_len` query rows over `kv_len` keys, independent of each other.
+
+    `qo_len > kv_len` gives rows that see no key under a causal mask; either may be 0. All keys stand in the pool.
+    """
+
+    qo_len: _Length = 1
+    kv_len: _Length = 1
+    uid: Annotated[int, Field(ge=0)] = 0
+    prefix_of: Annotated[int, Field(ge=0)] | None = None
+    prefix_len: _Length = 0
+
+    @property
+    def stored_len(self) -> int:
+        return self.kv_len
+
+
+AnyRequest = Request | KernelRequest
+
+
+def _request_tag(value: object) -> str:
+    keys = value if isinstance(value, dict) else vars(value)
+    return "kernel" if "qo_len" in keys or "kv_len" in keys else "engine"
+
+
+_TaggedRequest = Annotated[
+    Annotated[Request, Tag("engine")] | Annotated[KernelRequest, Tag("kernel")],
+    Discriminator(_request_tag),
+]
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Step:
+    """One batch. `phase` is what a hybrid dispatches on; `kind` says which sort of prefill batch it is."""
+
+    requests: Annotated[tuple[_TaggedRequest, ...], Field(min_length=1, max_length=4096)]
+    phase: Phase = "prefill"
+    kind: Kind = "prefill"
+
+    def __post_init__(self) -> None:
+        if (self.phase == "decode") != (self.kind == "decode"):
+            raise ValueError(f"phase {self.phase} does not go with kind {self.kind}")
+        repeated = [uid for uid, count in Counter(r.uid for r in self.requests).items() if count > 1]
+        if repeated:
+            raise ValueError(f"uid {repeated[0]} stands twice in one step")
+        engine = [r for r in self.requests if isinstance(r, Request)]
+        if self.phase == "decode" and any(r.extend_len != 1 for r in engine):
+            raise ValueError("a decode step computes one token per request: every extend_len must be 1")
+        if self.kind == "verify" and len({r.extend_len for r in engine}) > 1:
+            raise ValueError("a verify step checks equally many draft tokens per request")
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows of the whole batch."""
+        return sum(r.qo_len for r in self.requests)
+
+    @property
+    def qo_lens(self) -> tuple[int, ...]:
+        return tuple(r.qo_len for r in self.requests)
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        return tuple(r.kv_len for r in self.requests)
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Case:
+    """One question: shapes, placement, mask, batches and the seed that fills them.
+
+    Args:
+        level: "engine" (a `Backend`: `Request`s) or "kernel" (a kernel-level adapter: `KernelRequest`s).
+        kv_dtype: dtype of the KV cache; None means `dtype`. fp8 is dequantised by `k_scale` and `v_scale`.
+        page_size: slots in a page. layout: NHD `[pages, page_size, heads, dim]` or HND
+            `[pages, heads, page_size, dim]`.
+        max_seq_len: columns of the page table, in tokens; None leaves one page beyond the longest request.
+        spare_pages: pages that no request ever owns.
+        strided: q, k and v are slices of one fused tensor, as a projection leaves them.
+        sm_scale: factor on q . k; None means head_dim_qk ** -0.5.
+
+    Raises:
+        ValueError: (pydantic's `ValidationError`) the first rule that is broken, in one sentence.
+    """
+
+    steps: Annotated[tuple[Step, ...], Field(min_length=1, max_length=64)]
+    level: Level = "engine"
+    heads: Heads = Heads()
+    num_layers: Annotated[int, Field(ge=1, le=64)] = 2
+    dtype: DType = "float16"
+    kv_dtype: KVDType | None = None
+    k_scale: Annotated[float, Field(gt=0)] = 1.0
+    v_scale: Annotated[float, Field(gt=0)] = 1.0
+    page_size: Annotated[int, Field(ge=1, le=4096)] = 1
+    layout: Layout = "NHD"
+    placement: Placement = "sequential"
+    spare_pages: Annotated[int, Field(ge=1, le=4096)] = 2
+    max_seq_len: Annotated[int, Field(ge=1, le=2 * MAX_LEN)] | None = None
+    mask: Mask = Mask()
+    sm_scale: Annotated[float, Field(gt=0)] | None = None
+    values: ValueKind = "needles"
+    strided: bool = False
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
+
+    def __post_init__(self) -> None:
+        longest = max(max(step.kv_lens) for step in self.steps)
+        if self.max_seq_len is not None and self.max_seq_len < longest:
+            raise ValueError(f"max_seq_len {self.max_seq_len} is below the longest kv_len {longest}")
+        if longest > MAX_LEN:
+            raise ValueError(f"kv_len {longest} is above the limit of {MAX_LEN} tokens")
+        if self.kv_dtype not in (None, self.dtype) and not self.stored_as_fp8:
+            raise ValueError(f"kv_dtype {self.kv_dtype} is neither dtype {self.dtype} nor an fp8 type")
+        if not self.stored_as_fp8 and (self.k_scale, self.v_scale) != (1.0, 1.0):
+            raise ValueError("k_scale and v_scale belong to an fp8 KV cache")
+        lengths: dict[int, int] = {}
+        for index, step in enumerate(self.steps):
+            self._check_step(index, step, lengths)
+            lengths |= {r.uid: r.kv_len for r in step.requests}
+
+    def _check_step(self, index: int, step: Step, lengths: dict[int, int]) -> None:
+        wanted = Request if self.level == "engine" else KernelRequest
+        by_uid = {r.uid: r for r in step.requests}
+        for r in step.requests:
+            where = f"step {index}, uid {r.uid}"
+            if not isinstance(r, wanted):
+                raise ValueError(f"{where}: a case of level {self.level} holds {wanted.__name__}s only")
+            if isinstance(r, Request) and r.cached_len > lengths.get(r.uid, r.cached_len):
+                raise ValueError(
+                    f"{where}: cached_len {r.cached_len} is more than the {lengths[r.uid]} tokens it had before"
+                )
+            if r.prefix_of is None:
+                if r.prefix_len:
+                    raise ValueError(f"{where}: prefix_len without prefix_of")
+                continue
+            owner = by_uid.get(r.prefix_of)
+            if owner is None or owner is r:
+                raise ValueError(f"{where}: prefix_of {r.prefix_of} is no other request of this step")
+            if owner.prefix_of is not None:
+                raise ValueError(f"{where}: prefix_of {r.prefix_of} borrows itself; name the owner")
+            if r.prefix_len % self.page_size or not r.prefix_len:
+                raise ValueError(
+                    f"{where}: prefix_len {r.prefix_len} is no positive multiple of page_size {self.page_size}"
+                )
+            if r.prefix_len > min(r.stored_len, owner.stored_len):
+                raise ValueError(f"{where}: prefix_len {r.prefix_len} exceeds what both requests have stored")
+
+    @property
+    def stored_as_fp8(self) -> bool:
+        return self.kv_dtype is not None and self.kv_dtype.startswith("float8")
+
+    @property
+    def cache_dtype(self) -> KVDType:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def scale(self) -> float:
+        return self.sm_scale if self.sm_scale is not None else float(self.heads.head_dim_qk) ** -0.5
+
+    @property
+    def table_width(self) -> int:
+        """Columns of the page table, in tokens."""
+        if self.max_seq_len is not None:
+            return self.max_seq_len
+        return max(max(step.kv_lens) for step in self.steps) + self.page_size

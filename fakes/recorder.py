@@ -1,0 +1,212 @@
+"""What the fakes saw: every library call, what it computed, and every rule that it broke.
+
+`recording()` opens a `Recorder`; the fakes write to the one that is open. Without one they still compute, in faithful
+mode, and record nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fakes import cuda
+
+Mode = Literal["strict", "faithful"]
+
+MAX_RECORDED = 1 << 20
+"""Integer tensors of up to this many elements are copied into the record."""
+
+
+@dataclass(slots=True, frozen=True)
+class TensorRecord:
+    """An argument as it was when the call was made. `values` is a copy, for integer and bool tensors only."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    on_device: bool
+    data_ptr: int
+    values: np.ndarray | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorRecord:
+        plain = cuda.host(tensor)
+        copied = plain.dtype in _COPIED and plain.numel() <= MAX_RECORDED
+        return cls(
+            dtype=plain.dtype,
+            shape=tuple(plain.shape),
+            stride=plain.stride(),
+            on_device=cuda.on_device(tensor),
+            data_ptr=plain.data_ptr(),
+            values=plain.detach().numpy().copy() if copied else None,
+        )
+
+
+_COPIED = {torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8, torch.bool}
+
+
+@dataclass(slots=True, frozen=True)
+class Span:
+    """One request of one attention call, as the library reads the arguments.
+
+    `q_start`, `q_end`: its rows of the q handed over. `slots`: int64 `[kv_len]`, its keys in order, each as
+    `page * page_size + offset` of the cache handed over (a row of k for ragged calls).
+    """
+
+    q_start: int
+    q_end: int
+    slots: np.ndarray
+
+
+@dataclass(slots=True, frozen=True)
+class Attended:
+    """One attention computation, decoded. Tensors are host aliases of what was handed over.
+
+    `layout` is NHD, HND or "ragged". `window_left`, `window_right`: keys visible on either side of the row's own
+    position (-1: all). `soft_cap` 0: none. `custom`: one bool `[qo_len, kv_len]` a span, or None.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    layout: str
+    page_size: int
+    spans: tuple[Span, ...]
+    causal: bool
+    window_left: int
+    window_right: int
+    soft_cap: float
+    scale: float
+    custom: tuple[np.ndarray, ...] | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a public entry point.
+
+    `name` is dotted and public (`BatchDecodeWithPagedKVCacheWrapper.plan`). `owner` numbers the wrapper object
+    (0: a function); `plan` is the index of the plan call that a run executes. `arguments` holds each public
+    parameter that was given, tensors as `TensorRecord`. `at` is the recorder's mark at that moment.
+    """
+
+    index: int
+    library: str
+    name: str
+    op: Literal["create", "plan", "attend", "merge"]
+    owner: int
+    arguments: dict[str, Any]
+    at: Any
+    plan: int | None = None
+    attended: Attended | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Finding:
+    """Something that the real library would silently get wrong. `kind` says which check owns it."""
+
+    rule: str
+    kind: Literal["arrays", "order"]
+    argument: str
+    message: str
+    at: Any
+    call: int
+    request: int | None = None
+
+
+@dataclass(slots=True)
+class Recorder:
+    """The record of one execution. `at` is set by the harness (which batch, which layer) and copied into calls."""
+
+    mode: Mode = "strict"
+    at: Any = None
+    calls: list[Call] = field(default_factory=list[Call])
+    findings: list[Finding] = field(default_factory=list[Finding])
+    _exact: dict[int, tuple[torch.Tensor, np.ndarray]] = field(
+        default_factory=dict[int, tuple[torch.Tensor, np.ndarray]]
+    )
+
+    @property
+    def strict(self) -> bool:
+        return self.mode == "strict"
+
+    def call(
+        self,
+        library: str,
+        name: str,
+        op: Literal["create", "plan", "attend", "merge"],
+        owner: int,
+        arguments: dict[str, Any],
+        plan: int | None = None,
+    ) -> Call:
+        """Record a call before it is carried out, with a snapshot of its arguments."""
+        seen = {
+            key: TensorRecord.of(value) if isinstance(value, torch.Tensor) else value
+            for key, value in arguments.items()
+            if value is not None
+        }
+        entry = Call(len(self.calls), library, name, op, owner, seen, self.at, plan)
+        self.calls.append(entry)
+        return entry
+
+    def find(
+        self,
+        rule: str,
+        kind: Literal["arrays", "order"],
+        argument: str,
+        message: str,
+        request: int | None = None,
+    ) -> None:
+        """Record a broken rule against the latest call; does nothing in faithful mode."""
+        if self.strict:
+            self.findings.append(
+                Finding(rule, kind, argument, message, self.at, len(self.calls) - 1, request)
+            )
+
+    def keep_exact(self, result: torch.Tensor, exact: np.ndarray) -> None:
+        """Remember the unrounded float64 values of a contiguous result. `exact` has its shape."""
+        self._exact[result.untyped_storage().data_ptr()] = (result, exact)
+
+    def exact_of(self, tensor: torch.Tensor) -> np.ndarray | None:
+        """Unrounded values behind a result or a view of one; None if it is no such tensor or was changed since."""
+        plain = cuda.host(tensor)
+        kept = self._exact.get(plain.untyped_storage().data_ptr())
+        if kept is None:
+            return None
+        result, exact = cuda.host(kept[0]), kept[1]
+        offset = plain.storage_offset() - result.storage_offset()
+        if plain.dtype != result.dtype or offset < 0 or not plain.numel():
+            return None
+        last = offset + sum((n - 1) * s for n, s in zip(plain.shape, plain.stride(), strict=True))
+        if last >= result.numel():
+            return None
+        flat = np.ascontiguousarray(exact).reshape(-1)
+        view = np.lib.stride_tricks.as_strided(
+            flat[offset:], tuple(plain.shape), tuple(8 * s for s in plain.stride())
+        )
+        rounded = torch.from_numpy(np.ascontiguousarray(view)).to(plain.dtype)
+        same = torch.equal(rounded.nan_to_num(), plain.detach().nan_to_num())
+        return view if same else None
+
+
+_open: list[Recorder] = []
+
+
+@contextmanager
+def recording(mode: Mode = "strict") -> Iterator[Recorder]:
+    """Open a recorder for the fakes. Recorders nest; the innermost one is written to."""
+    recorder = Recorder(mode=mode)
+    _open.append(recorder)
+    try:
+        yield recorder
+    finally:
+        _open.remove(recorder)
+
+
+def current() -> Recorder | None:
+    """The open recorder, if any."""
+    return _open[-1] if _open else None
