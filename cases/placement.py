@@ -1,0 +1,112 @@
+"""Which pages and table rows each request of a case gets, step after step.
+
+A small page allocator: requests that stay keep what they have, requests that left give it back, and what was given
+back is handed out again first, so that pages and rows are reused as in a server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cases.model import AnyRequest, Case, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where the requests of one step stand.
+
+    `rows`: page-table row of each request. `pages`: int64 `[num_pages]` each. `slots`: int64 `[kv_len]` each, the slot
+    of every token (page * page_size + offset). `free_pages`: int64, pages that no request of this step owns.
+    """
+
+    rows: tuple[int, ...]
+    pages: tuple[np.ndarray, ...]
+    slots: tuple[np.ndarray, ...]
+    free_pages: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Placement of a whole case: one `Placed` a step, and the sizes that hold for all of them."""
+
+    steps: tuple[Placed, ...]
+    num_pages: int
+    num_rows: int
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // page_size)
+
+
+def _own_pages(request: AnyRequest, page_size: int) -> int:
+    return pages_for(request.kv_len, page_size) - request.prefix_len // page_size
+
+
+def _peak_pages(case: Case) -> int:
+    return max(sum(_own_pages(r, case.page_size) for r in step.requests) for step in case.steps)
+
+
+def place(case: Case) -> Plan:
+    """Place every request of every step. Pure: the same case gives the same places."""
+    num_pages = _peak_pages(case) + case.spare_pages
+    num_rows = max(len(step.requests) for step in case.steps) + 1
+    pages = _order(case, num_pages)
+    rows = _order(case, num_rows)
+    held: dict[int, list[int]] = {}
+    row_of: dict[int, int] = {}
+    steps: list[Placed] = []
+    for step in case.steps:
+        _release(step, case.page_size, held, pages, row_of, rows)
+        for r in step.requests:
+            if r.uid not in row_of:
+                row_of[r.uid] = rows.pop()
+            mine = held.setdefault(r.uid, [])
+            mine.extend(pages.pop() for _ in range(_own_pages(r, case.page_size) - len(mine)))
+        steps.append(_placed(step, case.page_size, held, row_of, pages))
+    return Plan(tuple(steps), num_pages, num_rows)
+
+
+def _order(case: Case, count: int) -> list[int]:
+    """Free list of `count` items; the next one is popped from its end."""
+    if case.placement == "sequential":
+        return list(range(count - 1, -1, -1))
+    if case.placement == "reversed":
+        return list(range(count))
+    return [int(i) for i in np.random.default_rng(case.seed).permutation(count)]
+
+
+def _release(
+    step: Step,
+    page_size: int,
+    held: dict[int, list[int]],
+    pages: list[int],
+    row_of: dict[int, int],
+    rows: list[int],
+) -> None:
+    own = {r.uid: _own_pages(r, page_size) for r in step.requests}
+    for uid in [uid for uid in row_of if uid not in own]:
+        rows.append(row_of.pop(uid))
+    for uid, mine in list(held.items()):
+        kept = own.get(uid, 0)
+        pages.extend(mine[kept:])
+        held[uid] = mine[:kept]
+        if uid not in own:
+            del held[uid]
+
+
+def _placed(
+    step: Step, page_size: int, held: dict[int, list[int]], row_of: dict[int, int], free: list[int]
+) -> Placed:
+    offsets = np.arange(page_size)
+    pages: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
+    for r in step.requests:
+        borrowed = [] if r.prefix_of is None else held[r.prefix_of][: r.prefix_len // page_size]
+        mine = np.array(borrowed + held[r.uid], dtype=np.int64)
+        pages.append(mine)
+        slots.append((mine[:, None] * page_size + offsets).reshape(-1)[: r.kv_len])
+    rows = tuple(row_of[r.uid] for r in step.requests)
+    return Placed(rows, tuple(pages), tuple(slots), np.array(sorted(free), dtype=np.int64))

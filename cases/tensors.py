@@ -1,0 +1,121 @@
+"""A case as tensors: q, k, v of every layer, and the paged pool before and after each step.
+
+A pure function of the case. Everything is built on the CPU in a handful of calls for all layers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from cases.model import Case, Step
+from cases.placement import Placed, Plan, place
+from cases.values import RowIds, TokenIds, keys_and_values, queries
+
+NAN = float("nan")
+LARGE = {"float16": 2.0e4, "bfloat16": 1.0e6, "float32": 1.0e6, "float8_e4m3fn": 240.0, "float8_e5m2": 2.0e4}
+"""Large finite poison by KV dtype."""
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """One step. q `[layers, num_rows, num_qo_heads, head_dim_qk]` in the case's dtype; k_all, v_all
+    `[layers, num_tokens, num_kv_heads, dim]` in the KV dtype: every key of every request, one request after the other,
+    a borrowed prefix repeated."""
+
+    step: Step
+    placed: Placed
+    tokens: TokenIds
+    rows: RowIds
+    q: torch.Tensor
+    k_all: torch.Tensor
+    v_all: torch.Tensor
+    custom: tuple[torch.Tensor, ...] | None
+    """One bool `[qo_len, kv_len]` per request of a case with a custom mask."""
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """int64 `[num_tokens]`: slot of every token in `k_all`."""
+        return torch.from_numpy(np.concatenate(self.placed.slots))
+
+    @cached_property
+    def new(self) -> torch.Tensor:
+        """int64 `[num_new]`: the tokens in `k_all` that an engine computes in this step."""
+        return torch.from_numpy(self.tokens.new)
+
+    @cached_property
+    def stored(self) -> torch.Tensor:
+        """int64: the tokens in `k_all` that stand in the pool before the step."""
+        keep = np.ones(len(self.tokens.uid), dtype=bool)
+        keep[self.tokens.new] = False
+        return torch.from_numpy(np.flatnonzero(keep))
+
+
+@dataclass(frozen=True)
+class CaseTensors:
+    """All steps of a case and the pool's geometry."""
+
+    case: Case
+    plan: Plan
+    steps: tuple[StepTensors, ...]
+
+    def empty_pool(self, dim: int, fill: float) -> torch.Tensor:
+        """A pool of all layers: `[layers, num_pages, page_size, num_kv_heads, dim]` (HND: heads before slots)."""
+        case = self.case
+        inner = (case.page_size, case.heads.num_kv_heads)
+        if case.layout == "HND":
+            inner = inner[::-1]
+        shape = (case.num_layers, self.plan.num_pages, *inner, dim)
+        return torch.full(shape, fill, dtype=getattr(torch, case.cache_dtype))
+
+    def write(self, pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Put rows `[layers, n, num_kv_heads, dim]` at `slots` of every layer of a pool."""
+        page, offset = slots // self.case.page_size, slots % self.case.page_size
+        bits = _bits(pool)
+        if self.case.layout == "HND":
+            bits = bits.transpose(2, 3)
+        bits[:, page, offset] = _bits(rows)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # torch indexes no float8 tensor on a CPU; their bytes move the same way
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def materialise(case: Case) -> CaseTensors:
+    """Build the tensors of a case."""
+    plan = place(case)
+    steps = tuple(_step(case, s, p) for s, p in zip(case.steps, plan.steps, strict=True))
+    return CaseTensors(case, plan, steps)
+
+
+def _step(case: Case, step: Step, placed: Placed) -> StepTensors:
+    tokens, rows = TokenIds(step), RowIds(step)
+    k, v = keys_and_values(case, tokens)
+    q = queries(case, step, tokens, rows, k)
+    kv_dtype = getattr(torch, case.cache_dtype)
+    return StepTensors(
+        step,
+        placed,
+        tokens,
+        rows,
+        torch.from_numpy(q).to(getattr(torch, case.dtype)),
+        torch.from_numpy(k).to(kv_dtype),
+        torch.from_numpy(v).to(kv_dtype),
+        None if case.mask.custom is None else custom_masks(case.mask.custom, step),
+    )
+
+
+def custom_masks(seed: int, step: Step) -> tuple[torch.Tensor, ...]:
+    """A random mask per request, about two thirds visible; every row sees at least one key if there is one."""
+    masks: list[torch.Tensor] = []
+    for r in step.requests:
+        rng = np.random.default_rng((seed, r.uid))
+        mask = rng.random((r.qo_len, r.kv_len)) < 0.67
+        if r.kv_len:
+            mask[np.arange(r.qo_len), rng.integers(0, r.kv_len, r.qo_len)] = True
+        masks.append(torch.from_numpy(mask))
+    return tuple(masks)

@@ -1,0 +1,142 @@
+"""How q, k and v are filled, so that a fault in the metadata shows in the output.
+
+K and V of a token depend on (seed, uid, position, layer) alone, q on those and on the keys it is aimed at: the same
+token has the same values whatever its batch, page or chunk. All of it is read out of one table of normal noise at
+hashed offsets, which costs a gather and no random numbers per case.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from cases.model import AnyRequest, Case, Mask, Step
+
+_TABLE = 1 << 20
+_EXTREME_SCORE = 300.0
+
+
+@cache
+def _noise() -> np.ndarray:
+    return np.random.default_rng(20261129).standard_normal(_TABLE).astype(np.float32)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Finaliser of splitmix64, elementwise on uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _key(seed: int, *parts: np.ndarray | int) -> np.ndarray:
+    """Hash of the parts, broadcast against each other, as uint64."""
+    with np.errstate(over="ignore"):
+        h = _mix(np.asarray(seed + 0x9E3779B9, dtype=np.uint64))
+        for part in parts:
+            h = _mix(h + np.uint64(0x9E3779B97F4A7C15) + np.asarray(part, dtype=np.uint64))
+    return h
+
+
+def _rows(keys: np.ndarray, width: int) -> np.ndarray:
+    """float32 `[*keys.shape, width]`: a stretch of noise for each key."""
+    offsets = (keys % np.uint64(_TABLE - width)).astype(np.int64)
+    return np.lib.stride_tricks.sliding_window_view(_noise(), width)[offsets]
+
+
+class TokenIds:
+    """Tokens of one step, all requests one after the other.
+
+    `uid`, `position`: int64 `[num_tokens]`, of the token's owner (a borrowed prefix is its lender's).
+    `start`: int64 `[num_requests + 1]`, where each request begins. `new`: int64 `[num_rows]`, the tokens that an
+    engine computes in this step.
+    """
+
+    def __init__(self, step: Step) -> None:
+        lens = np.array(step.kv_lens, dtype=np.int64)
+        self.start = np.concatenate(([0], np.cumsum(lens)))
+        self.position = np.arange(self.start[-1]) - np.repeat(self.start[:-1], lens)
+        self.uid = np.repeat(np.array([r.uid for r in step.requests], dtype=np.int64), lens)
+        for r, begin in zip(step.requests, self.start, strict=False):
+            if r.prefix_of is not None:
+                self.uid[begin : begin + r.prefix_len] = r.prefix_of
+        stored = np.array([r.stored_len for r in step.requests], dtype=np.int64)
+        self.new = np.flatnonzero(self.position >= np.repeat(stored, lens))
+
+
+def keys_and_values(case: Case, tokens: TokenIds) -> tuple[np.ndarray, np.ndarray]:
+    """K float32 `[layers, num_tokens, num_kv_heads, head_dim_qk]` and V `[..., head_dim_vo]` of one step."""
+    heads = case.heads
+    layers = np.arange(case.num_layers)[:, None]
+    shape = (case.num_layers, len(tokens.uid), heads.num_kv_heads)
+    k = _rows(_key(case.seed, tokens.uid, tokens.position, layers, 1), heads.num_kv_heads * heads.head_dim_qk)
+    if case.values == "constant_v":
+        v = np.ones((*shape, heads.head_dim_vo), dtype=np.float32)
+        v *= (1 + layers[..., None, None]).astype(np.float32)
+    elif case.values == "one_hot_v":
+        hot = tokens.position[:, None, None] % heads.head_dim_vo == np.arange(heads.head_dim_vo)
+        v = np.broadcast_to(hot, (*shape, heads.head_dim_vo)).astype(np.float32)
+    else:
+        v = _rows(
+            _key(case.seed, tokens.uid, tokens.position, layers, 2), heads.num_kv_heads * heads.head_dim_vo
+        )
+    return k.reshape(*shape, heads.head_dim_qk), v.reshape(*shape, heads.head_dim_vo)
+
+
+class RowIds:
+    """Query rows of one step. `request`, `position`: int64 `[num_rows]` (a position below 0 sees no key)."""
+
+    def __init__(self, step: Step) -> None:
+        qo = np.array(step.qo_lens, dtype=np.int64)
+        kv = np.array(step.kv_lens, dtype=np.int64)
+        self.request = np.repeat(np.arange(len(qo)), qo)
+        first = np.concatenate(([0], np.cumsum(qo)))[:-1]
+        self.position = np.arange(len(self.request)) + np.repeat(kv - qo - first, qo)
+
+
+def queries(case: Case, step: Step, tokens: TokenIds, rows: RowIds, k: np.ndarray) -> np.ndarray:
+    """Q float32 `[layers, num_rows, num_qo_heads, head_dim_qk]` of one step; `k` as `keys_and_values` gives it."""
+    heads = case.heads
+    shape = (case.num_layers, len(rows.request), heads.num_qo_heads, heads.head_dim_qk)
+    if case.values == "zero_q" or not len(tokens.uid) or not len(rows.request):
+        return np.zeros(shape, dtype=np.float32)
+    uid = np.array([r.uid for r in step.requests], dtype=np.int64)[rows.request]
+    layers = np.arange(case.num_layers)[:, None, None]
+    head = np.arange(heads.num_qo_heads)
+    who = (uid[:, None], (rows.position + (1 << 32))[:, None], layers, head)
+    if case.values == "random":
+        return _rows(_key(case.seed, *who, 3), heads.head_dim_qk)
+    borders = _borders(case.mask, case.page_size, step.requests, rows)
+    pick = (_key(case.seed, *who, 4) % np.uint64(borders.shape[1])).astype(np.int64)
+    needle = borders[np.arange(len(rows.request))[:, None], pick]
+    needle += tokens.start[rows.request][:, None]
+    needle = np.minimum(needle, len(tokens.uid) - 1)
+    aimed = k[layers, needle, head // heads.group_size]
+    norm = np.einsum("lrhd,lrhd->lrh", aimed, aimed) * np.float32(case.k_scale * case.scale)
+    if case.values == "extreme":
+        sign = np.where(_key(case.seed, *who, 5) % np.uint64(4) == 0, -1, 1)
+        score = (_EXTREME_SCORE * sign).astype(np.float32)
+    else:
+        visible = np.maximum(rows.position + 1, 2)
+        if case.mask.window is not None:
+            visible = np.minimum(visible, case.mask.window)
+        score = np.maximum(np.log(visible), 1.0).astype(np.float32)[:, None]
+    return aimed * (score / norm)[..., None]
+
+
+def _borders(mask: Mask, page_size: int, requests: tuple[AnyRequest, ...], rows: RowIds) -> np.ndarray:
+    """int64 `[num_rows, candidates]`: positions at which a fault would show, for each row's needle.
+
+    First and last key, page edges, prefix end, both sides of the window's edge, the first key that causality hides,
+    and two that move with the row. A hidden key is aimed at on purpose: if it is read after all, it outweighs the rest.
+    """
+    last = np.array([r.kv_len for r in requests], dtype=np.int64)[rows.request] - 1
+    stored = np.array([min(r.stored_len, r.kv_len) for r in requests], dtype=np.int64)[rows.request]
+    p = rows.position
+    page = p // page_size * page_size
+    columns = [np.zeros_like(p), p, p, page, page - 1, stored - 1, p + 1, p * 7 // 11, p * 5 // 13]
+    if mask.window is not None:
+        columns += [p - mask.window + 1, p - mask.window + 1, p - mask.window]
+    if not mask.causal:
+        columns += [last, last // 2]
+    return np.clip(np.stack(columns, axis=1), 0, np.maximum(last, 0)[:, None])
