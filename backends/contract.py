@@ -16,6 +16,10 @@ from cases.model import Kind, Layout, Phase
 LseBase = Literal["e", "2"]
 
 
+class Refused(Exception):  # noqa: N818 - a clean refusal is an answer, not an error of the harness
+    """Raised by a backend for what it does not support. `conformance.Refused` is this class."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """What a backend offers. Declared is tested; a case that needs more is `unsupported` and not run.
