@@ -7,7 +7,7 @@ mode, and record nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -197,14 +197,18 @@ _open: list[Recorder] = []
 
 
 @contextmanager
-def recording(mode: Mode = "strict") -> Iterator[Recorder]:
-    """Open a recorder for the fakes. Recorders nest; the innermost one is written to."""
-    recorder = Recorder(mode=mode)
+def resumed(recorder: Recorder) -> Iterator[Recorder]:
+    """Let the fakes write to this recorder. Recorders nest; the innermost one is written to."""
     _open.append(recorder)
     try:
         yield recorder
     finally:
-        _open.remove(recorder)
+        _open.pop()
+
+
+def recording(mode: Mode = "strict") -> AbstractContextManager[Recorder]:
+    """Open a new recorder for the fakes."""
+    return resumed(Recorder(mode=mode))
 
 
 def current() -> Recorder | None:

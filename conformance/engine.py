@@ -1,0 +1,211 @@
+"""The small engine: builds batches and calls a backend in the order that a serving engine does.
+
+One `EngineRun` is one backend object with one pool and one page table. Every step refills the pool: stored tokens
+where they belong, poison everywhere else, so that each step is judged by itself and nothing wrong carries over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from backends.contract import Backend, Batch, EngineContext, Refused, Req
+from backends.registry import BackendSpec
+from cases.model import Case, Request
+from cases.tensors import CaseTensors, StepTensors
+from conformance.execution import Execution, Failure, LayerRun, Mark, StepRun
+from conformance.machine import Machine
+from conformance.pool import Pool
+from conformance.question import Question
+from fakes import cuda
+from fakes.recorder import Mode, Recorder, resumed
+
+
+def page_table(tensors: CaseTensors, step: int) -> torch.Tensor:
+    """int32 `[num_rows, table_width]`: token locations; past each length, valid slots that nobody owns."""
+    case, placed = tensors.case, tensors.steps[step].placed
+    free = (placed.free_pages[:, None] * case.page_size + np.arange(case.page_size)).reshape(-1)
+    shape = (tensors.plan.num_rows, case.table_width)
+    table = np.resize(free, shape).astype(np.int32)
+    for row, slots in zip(placed.rows, placed.slots, strict=True):
+        table[row, : len(slots)] = slots
+    return torch.from_numpy(table)
+
+
+def engine_context(
+    tensors: CaseTensors, pool: Pool, table: torch.Tensor, device: torch.device
+) -> EngineContext:
+    """What a backend is told about the engine of a case."""
+    case = tensors.case
+    return EngineContext(
+        num_qo_heads=case.heads.num_qo_heads,
+        num_kv_heads=case.heads.num_kv_heads,
+        head_dim_qk=case.heads.head_dim_qk,
+        head_dim_vo=case.heads.head_dim_vo,
+        num_layers=case.num_layers,
+        page_size=case.page_size,
+        num_pages=tensors.plan.num_pages,
+        layout=case.layout,
+        dtype=getattr(torch, case.dtype),
+        kv_dtype=getattr(torch, case.cache_dtype),
+        device=device,
+        scale=case.scale,
+        windows=(case.mask.window,) * case.num_layers,
+        soft_cap=case.mask.soft_cap,
+        max_seq_len=case.table_width,
+        max_batch=tensors.plan.num_rows - 1,
+        kv_pool=pool,
+        page_table=table,
+    )
+
+
+class EngineRun:
+    """One engine-level backend on one case, executed as often as asked, on the same backend object."""
+
+    def __init__(self, question: Question, spec: BackendSpec, machine: Machine, mode: Mode) -> None:
+        self.question = question
+        self.spec = spec
+        self.machine = machine
+        self.recorder = Recorder(mode=mode)
+        self.tensors = question.tensors
+        self.backend: Backend | None = None
+        self._executions = 0
+        self._failure: Failure | None = None
+        self.pool = Pool(self.tensors, adopt=machine.simulated)
+        self.table = machine.adopt(page_table(self.tensors, 0))
+        context = engine_context(self.tensors, self.pool, self.table, machine.device)
+        try:
+            with self._at(-1, -1):
+                self.backend = spec.factory(context)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend throws is its verdict
+            self._failure = Failure(error, -1, -1, isinstance(error, Refused))
+
+    def execute(self, *, nan: bool) -> Execution:
+        """Run all steps of the case. A fault of the backend ends the execution and is kept in it."""
+        steps = len(self.question.case.steps)
+        execution = Execution(nan, self.recorder, self._executions * steps)
+        self._executions += 1
+        if self.backend is None:
+            execution.failure = self._failure
+            return execution
+        for index in range(steps):
+            self._step(execution, self.backend, index)
+            if execution.failure:
+                break
+        return execution
+
+    def _step(self, execution: Execution, backend: Backend, index: int) -> None:
+        tensors = self.tensors.steps[index]
+        run = StepRun()
+        execution.steps.append(run)
+        self.pool.fill(index, nan=execution.nan)
+        self.table.copy_(page_table(self.tensors, index))
+        batch = self._batch(tensors)
+        given = self._layers(tensors)
+        layer = -1
+        try:
+            with self._at(execution.first_batch + index, layer):
+                backend.prepare_metadata(batch)
+            for layer, handed in enumerate(given):
+                with self._at(execution.first_batch + index, layer):
+                    answer = self._forward(backend, handed, layer, batch)
+                self._receive(handed, answer)
+                run.layers.append(handed)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend throws is its verdict
+            execution.failure = Failure(error, index, layer, isinstance(error, Refused))
+            return
+        run.changed = self._changed(index, batch, given)
+        run.pool = (self.pool.k.clone(), self.pool.v.clone())
+
+    @contextmanager
+    def _at(self, batch: int, layer: int) -> Iterator[None]:
+        self.recorder.at = Mark(batch, layer)
+        with self.machine.running(), resumed(self.recorder):
+            yield
+
+    def _forward(self, backend: Any, handed: LayerRun, layer: int, batch: Batch) -> object:
+        forward = backend.forward if self.spec.capabilities.lse is None else backend.forward_return_lse
+        return forward(handed.q, handed.k, handed.v, layer, batch)
+
+    def _receive(self, handed: LayerRun, answer: object) -> None:
+        if self.spec.capabilities.lse is not None and isinstance(answer, tuple):
+            parts: tuple[object, ...] = answer  # pyright: ignore[reportUnknownVariableType]
+            handed.out, handed.lse = (*parts, None, None)[:2]
+        else:
+            handed.out = answer
+        receive(self.recorder, handed)
+
+    def _batch(self, tensors: StepTensors) -> Batch:
+        requests = [r for r in tensors.step.requests if isinstance(r, Request)]
+        reqs = [
+            Req(table_idx=row, cached_len=r.cached_len, device_len=r.kv_len, uid=r.uid)
+            for row, r in zip(tensors.placed.rows, requests, strict=True)
+        ]
+        return Batch(
+            reqs=reqs,
+            padded_reqs=list(reqs),
+            phase=tensors.step.phase,
+            kind=tensors.step.kind,
+            positions=self.machine.adopt(torch.from_numpy(tensors.rows.position.astype(np.int32))),
+            out_loc=self.machine.adopt(tensors.slots[tensors.new].int()),
+        )
+
+    def _layers(self, tensors: StepTensors) -> list[LayerRun]:
+        """q, k, v of every layer, as fresh tensors (fused and sliced where the case says so)."""
+        q, k, v = _new_tokens(self.question.case, tensors)
+        if self.question.case.strided:
+            q, k, v = _fused(q, k, v)
+        else:
+            q = q.clone()
+        for tensor in (q, k, v):
+            self.machine.adopt(tensor)
+        return [LayerRun(*layer) for layer in zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True)]
+
+    def _changed(self, index: int, batch: Batch, given: list[LayerRun]) -> list[str]:
+        tensors = self.tensors.steps[index]
+        q, k, v = _new_tokens(self.question.case, tensors)
+        changed: list[str] = []
+        for layer, handed in enumerate(given):
+            for name, now, then in (("q", handed.q, q), ("k", handed.k, k), ("v", handed.v, v)):
+                if not torch.equal(now, then[layer]):
+                    changed.append(f"{name} of layer {layer}")
+        if not torch.equal(self.table, page_table(self.tensors, index)):
+            changed.append("page_table")
+        if not torch.equal(batch.out_loc, tensors.slots[tensors.new].int()):
+            changed.append("out_loc")
+        if not np.array_equal(batch.positions.numpy(), tensors.rows.position):
+            changed.append("positions")
+        lengths = [(r.cached_len, r.device_len) for r in batch.reqs]
+        if lengths != [(r.stored_len, r.kv_len) for r in tensors.step.requests]:
+            changed.append("reqs")
+        return changed
+
+
+def _new_tokens(case: Case, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, and the k and v that an engine computes in this step, in the case's dtype."""
+    k, v = tensors.k_all[:, tensors.new], tensors.v_all[:, tensors.new]
+    if case.stored_as_fp8:
+        dtype = tensors.q.dtype
+        k, v = (k.float() * case.k_scale).to(dtype), (v.float() * case.v_scale).to(dtype)
+    return tensors.q, k, v
+
+
+def _fused(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The parts as slices of one tensor, the way a fused projection leaves them."""
+    fused = torch.cat([p.flatten(2) for p in parts], dim=2)
+    pieces = fused.split([p.shape[2] * p.shape[3] for p in parts], dim=2)
+    return tuple(piece.unflatten(2, p.shape[2:]) for piece, p in zip(pieces, parts, strict=True))
+
+
+def receive(recorder: Recorder, handed: LayerRun) -> None:
+    """Copy what came back before the next layer can overwrite it, with its unrounded values where known."""
+    if isinstance(handed.out, torch.Tensor):
+        handed.exact = recorder.exact_of(handed.out)
+        handed.values = cuda.host(handed.out).detach().clone()
+    if isinstance(handed.lse, torch.Tensor):
+        handed.exact_lse = recorder.exact_of(handed.lse)
+        handed.lse_values = cuda.host(handed.lse).detach().clone()

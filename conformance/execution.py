@@ -1,0 +1,76 @@
+"""What one execution of a case on a backend left behind. Checks read this and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fakes.recorder import Call, Recorder
+
+
+class Mark(NamedTuple):
+    """Where a library call was made. `batch` counts steps over all executions of one backend object (-1: while it was
+    built); layer -1: while metadata was prepared."""
+
+    batch: int
+    layer: int
+
+
+@dataclass(slots=True)
+class LayerRun:
+    """One layer: what was handed over (`q`, `k`, `v`), and what came back.
+
+    `out` is whatever the backend returned, `values` a host copy made at once, `exact` the unrounded float64 values
+    behind it where the recorder has them; the same for `lse`.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: object = None
+    values: torch.Tensor | None = None
+    exact: np.ndarray | None = None
+    lse: object = None
+    lse_values: torch.Tensor | None = None
+    exact_lse: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class StepRun:
+    """One step. `changed` names inputs that were altered; `pool` holds K and V afterwards, or None if it broke off."""
+
+    layers: list[LayerRun] = field(default_factory=list[LayerRun])
+    changed: list[str] = field(default_factory=list[str])
+    pool: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass(slots=True)
+class Failure:
+    """An exception that left the backend: where, and its text."""
+
+    error: BaseException
+    step: int
+    layer: int
+    refused: bool
+
+    def __str__(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}"
+
+
+@dataclass(slots=True)
+class Execution:
+    """One run over all steps of a case. `nan`: unowned slots held NaN (else large finite values). `first_batch`: the
+    mark of its first step; the recorder is shared by all executions of one backend object."""
+
+    nan: bool
+    recorder: Recorder
+    first_batch: int
+    steps: list[StepRun] = field(default_factory=list[StepRun])
+    failure: Failure | None = None
+
+    def calls(self, step: int) -> list[Call]:
+        """Library calls of one step, in order."""
+        return [c for c in self.recorder.calls if c.at.batch == self.first_batch + step]

@@ -1,0 +1,88 @@
+"""A case with its tensors and right answers, made once and shared by every backend that is asked it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from cases.codec import digest
+from cases.model import Case
+from cases.tensors import CaseTensors, StepTensors, materialise
+from reference.attention import AttentionState, paged_attention
+from reference.budget import Budget, error_budget, exact_tolerance
+from reference.twin import low_precision
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The oracle's answer to one layer of one step: out float64 `[num_rows, num_qo_heads, head_dim_vo]`, lse float64
+    `[num_rows, num_qo_heads]` (natural), and how far a float64 result may differ from it."""
+
+    state: AttentionState
+    exact_tolerance: float
+
+
+class Question:
+    """One case, its tensors and, on demand, its answers. `values_of` lends q, k and v (see `checks.relations`)."""
+
+    def __init__(self, case: Case, tensors: CaseTensors | None = None) -> None:
+        self.case = case
+        self.tensors = materialise(case) if tensors is None else tensors
+        self._answers: dict[tuple[int, int], Answer] = {}
+        self._budgets: dict[tuple[int, int], Budget] = {}
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self.case)
+
+    def answer(self, step: int, layer: int) -> Answer:
+        """The oracle's answer for one layer of one step."""
+        key = (step, layer)
+        if key not in self._answers:
+            t = self.tensors.steps[step]
+            state = paged_attention(
+                t.q[layer],
+                t.k_all[layer],
+                t.v_all[layer],
+                slots=torch.arange(t.k_all.shape[1]),
+                qo_lens=t.step.qo_lens,
+                kv_lens=t.step.kv_lens,
+                mask=self.case.mask,
+                scale=self.case.scale,
+                custom=t.custom,
+                k_scale=self.case.k_scale,
+                v_scale=self.case.v_scale,
+            )
+            self._answers[key] = Answer(state, exact_tolerance(state.max_score, state.max_v))
+        return self._answers[key]
+
+    def budget(self, step: int, layer: int) -> Budget:
+        """How far a result in the case's dtype may be from the answer: measured on the low-precision twin."""
+        key = (step, layer)
+        if key not in self._budgets:
+            t = self.tensors.steps[step]
+            dtype = getattr(torch, self.case.dtype)
+            twin = low_precision(
+                t.q[layer],
+                t.k_all[layer],
+                t.v_all[layer],
+                slots=torch.arange(t.k_all.shape[1]),
+                qo_lens=t.step.qo_lens,
+                kv_lens=t.step.kv_lens,
+                mask=self.case.mask,
+                scale=self.case.scale,
+                dtype=dtype,
+                custom=t.custom,
+                k_scale=self.case.k_scale,
+                v_scale=self.case.v_scale,
+            )
+            state = self.answer(step, layer).state
+            self._budgets[key] = error_budget(
+                state, twin, dtype=dtype, max_score=state.max_score, max_v=state.max_v
+            )
+        return self._budgets[key]
+
+    def step(self, step: int) -> StepTensors:
+        return self.tensors.steps[step]
