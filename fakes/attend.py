@@ -19,6 +19,9 @@ from fakes.recorder import Span
 SCORES_AT_ONCE = 1 << 23
 """Scores held at once; longer calls go through their query rows in chunks."""
 
+SAFE_SCORE = 300.0
+"""Scores below this need no running maximum: float64 holds exp(300) and its inverse to full precision."""
+
 _CACHED_MASK = 1 << 14
 
 
@@ -55,44 +58,75 @@ def attend(
         out float64 `[rows, num_qo_heads, head_dim_vo]`, and LSE float64 `[rows, num_qo_heads]` in natural log. Rows
         that no span covers are NaN in both.
     """
-    rows, num_qo_heads, _ = q.shape
+    rows, num_qo_heads, dim_qk = q.shape
     num_kv_heads = k.shape[1] if layout in ("HND", "ragged") else k.shape[2]
     group = num_qo_heads // num_kv_heads
-    dim_vo = v.shape[-1]
-    out = np.full((rows, num_qo_heads, dim_vo), np.nan)
-    lse = np.full((rows, num_qo_heads), np.nan)
+    packed_rows = rows * group  # rows of one KV head: its query heads, row by row
+    result = np.full((num_kv_heads, packed_rows, v.shape[-1]), np.nan)
+    top = np.full((num_kv_heads, packed_rows, 1), np.nan)
+    total = np.full((num_kv_heads, packed_rows, 1), np.nan)
     if not spans:
-        return out, lse
+        return _unpacked(result, top, total, rows, group)
     slots = np.concatenate([span.slots for span in spans]) if len(spans) > 1 else spans[0].slots
     keys = _gather(k, slots, layout)
     values = keys if v is k else _gather(v, slots, layout)
-    query = q.detach().to(torch.float64).numpy() * scale
     per_head = isinstance(k_scale, np.ndarray) or isinstance(v_scale, np.ndarray)
-    if not per_head and k_scale != 1.0:
-        query *= k_scale
+    factor = scale if per_head else scale * k_scale
+    query = _doubles(q)
+    query = query.reshape(rows, num_kv_heads, group, dim_qk).transpose(1, 0, 2, 3) * factor
+    query = query.reshape(num_kv_heads, packed_rows, dim_qk)
+    sink = None if sinks is None else np.tile(sinks.reshape(num_kv_heads, 1, group), (1, rows, 1))
+    if sink is not None:
+        sink = sink.reshape(num_kv_heads, packed_rows, 1)
+    small = sink is None and _bound(query) * _bound(keys) * dim_qk < SAFE_SCORE
+    if small:
+        top[:] = 0.0
+    some_empty = False
     start = 0
     for index, span in enumerate(spans):
         length = len(span.slots)
         stop = start + length
-        key, value = keys[start:stop], values[start:stop]
+        key, value = keys[start:stop].transpose(1, 2, 0), values[start:stop].transpose(1, 0, 2)
         start = stop
         if per_head:
             key = key * _heads(k_scale, index)
             value = value * _heads(v_scale, index)
         count = span.q_end - span.q_start
-        step = max(1, SCORES_AT_ONCE // max(1, num_qo_heads * length)) if count else 1
+        step = max(1, SCORES_AT_ONCE // max(1, num_qo_heads * length))
         for first in range(0, count, step):
             last = min(first + step, count)
-            mask = None
+            at = slice((span.q_start + first) * group, (span.q_start + last) * group)
             if custom is not None:
-                mask = custom[index][first:last]
-            elif causal or window_left >= 0 or window_right >= 0:
-                mask = _mask(count, length, causal, window_left, window_right, first, last)
-            at = slice(span.q_start + first, span.q_start + last)
-            _one(query[at], key, value, mask, group, soft_cap, sinks, out[at], lse[at])
+                bias, empty = _bias(custom[index][first:last], group)
+            else:
+                bias, empty = _mask(count, length, causal, window_left, window_right, first, last, group)
+            empty = empty or length == 0
+            some_empty = some_empty or empty
+            scores = np.matmul(query[:, at], key)  # [kv heads, rows * group, keys]
+            if soft_cap > 0.0:
+                scores = soft_cap * np.tanh(scores / soft_cap)
+            if bias is not None:
+                scores += bias
+            if not small:
+                peak = top[:, at]
+                np.maximum.reduce(scores, axis=-1, keepdims=True, initial=-np.inf, out=peak)
+                if sink is not None:
+                    np.maximum(peak, sink[:, at], out=peak)
+                if empty:
+                    peak[np.isneginf(peak)] = 0.0
+                scores -= peak
+            np.exp(scores, out=scores)
+            np.add.reduce(scores, axis=-1, keepdims=True, out=total[:, at])
+            np.matmul(scores, value, out=result[:, at])
+    if sink is not None:
+        total += np.exp(sink - top)
+    if some_empty:
+        lonely = total == 0.0
+        total[lonely] = 1.0
+        top[lonely] = -np.inf
     if not per_head and v_scale != 1.0:
-        out *= v_scale
-    return out, lse
+        result *= v_scale
+    return _unpacked(result, top, total, rows, group)
 
 
 def rounded(
@@ -136,111 +170,82 @@ def uncovered(spans: Sequence[Span], rows: int) -> np.ndarray | None:
     return free if free.any() else None
 
 
-def _one(
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
-    mask: np.ndarray | None,
-    group: int,
-    soft_cap: float,
-    sinks: np.ndarray | None,
-    out: np.ndarray,
-    lse: np.ndarray,
-) -> None:
-    """Rows of one request: query `[n, heads, dim]` is scaled already; results go to `out` and `lse`."""
-    count, num_qo_heads, dim = query.shape
-    length, num_kv_heads = key.shape[:2]
-    if length == 0 and sinks is None:
-        out[:] = 0.0
-        lse[:] = -np.inf
-        return
-    packed = query.reshape(count, num_kv_heads, group, dim).transpose(1, 0, 2, 3)
-    packed = packed.reshape(num_kv_heads, count * group, dim)
-    scores = np.matmul(packed, key.transpose(1, 2, 0))  # [kv heads, rows * group, keys]
-    if soft_cap > 0.0:
-        scores = soft_cap * np.tanh(scores / soft_cap)
-    may_be_empty = False
-    if mask is not None and not mask.all():
-        masked = scores.reshape(num_kv_heads, count, group, length)
-        np.copyto(masked, -np.inf, where=~mask[None, :, None, :])
-        may_be_empty = not mask.any(axis=1).all()
-    if sinks is not None:
-        sink = np.broadcast_to(sinks.reshape(num_kv_heads, 1, group), (num_kv_heads, count, group))
-        sink = sink.reshape(num_kv_heads, count * group, 1)
-        top = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
-    else:
-        top = scores.max(axis=-1, keepdims=True)
-    if may_be_empty:
-        top = np.where(np.isneginf(top), 0.0, top)
-    scores -= top
-    np.exp(scores, out=scores)
-    total = scores.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        total += np.exp(sink - top)
-    result = np.matmul(scores, value.transpose(1, 0, 2))
-    if may_be_empty:
-        empty = total == 0.0
-        result /= np.where(empty, 1.0, total)
-        with np.errstate(divide="ignore"):
-            weight = np.log(total) + top
-    else:
-        result /= total
-        weight = np.log(total) + top
-    out[:] = (
-        result.reshape(num_kv_heads, count, group, -1).transpose(1, 0, 2, 3).reshape(count, num_qo_heads, -1)
-    )
-    lse[:] = weight.reshape(num_kv_heads, count, group).transpose(1, 0, 2).reshape(count, num_qo_heads)
+def _bound(numbers: np.ndarray) -> float:
+    """Largest absolute value; NaN if there is one."""
+    return float(max(numbers.max(), -numbers.min())) if numbers.size else 0.0
+
+
+def _unpacked(
+    result: np.ndarray, top: np.ndarray, total: np.ndarray, rows: int, group: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Out and LSE, row by row, from unnormalised sums `[kv heads, rows * group, ...]`."""
+    result /= total
+    np.log(total, out=total)
+    total += top
+    heads = result.shape[0]
+    out = result.reshape(heads, rows, group, -1).transpose(1, 0, 2, 3).reshape(rows, heads * group, -1)
+    return out, total.reshape(heads, rows, group).transpose(1, 0, 2).reshape(rows, heads * group)
 
 
 def _mask(
-    qo_len: int, kv_len: int, causal: bool, left: int, right: int, first: int, last: int
-) -> np.ndarray | None:
-    if qo_len == 1 and (left < 0 or left >= kv_len - 1):
-        return None  # one row aligned bottom right sees every key
-    if (last - first) * kv_len <= _CACHED_MASK:
-        return _cached_mask(qo_len, kv_len, causal, left, right, first, last)
-    return _build_mask(qo_len, kv_len, causal, left, right, first, last)
+    qo_len: int, kv_len: int, causal: bool, left: int, right: int, first: int, last: int, group: int
+) -> tuple[np.ndarray | None, bool]:
+    """What to add to the scores `[(last - first) * group, kv_len]`, or None; and whether a row may see no key."""
+    right = 0 if causal else right
+    if (left < 0 and right < 0) or (qo_len == 1 and (left < 0 or left >= kv_len - 1)):
+        return None, False  # a single row, aligned bottom right, has every key on its left
+    if (last - first) * kv_len * group <= _CACHED_MASK:
+        return _cached_mask(qo_len, kv_len, left, right, first, last, group)
+    return _build_mask(qo_len, kv_len, left, right, first, last, group)
 
 
 def _build_mask(
-    qo_len: int, kv_len: int, causal: bool, left: int, right: int, first: int, last: int
-) -> np.ndarray:
+    qo_len: int, kv_len: int, left: int, right: int, first: int, last: int, group: int
+) -> tuple[np.ndarray | None, bool]:
     own = np.arange(kv_len - qo_len + first, kv_len - qo_len + last)[:, None]
     key = np.arange(kv_len)[None, :]
-    limit = 0 if causal else right
-    mask = key <= own + limit if limit >= 0 else np.ones((last - first, kv_len), dtype=np.bool_)
+    mask = key <= own + right if right >= 0 else np.ones((last - first, kv_len), dtype=np.bool_)
     if left >= 0:
         mask = mask & (key >= own - left)
-    return mask
+    return _bias(mask, group)
 
 
 _cached_mask = lru_cache(maxsize=512)(_build_mask)
 
 
+def _bias(mask: np.ndarray, group: int) -> tuple[np.ndarray | None, bool]:
+    if mask.all():
+        return None, False
+    bias = np.where(mask, 0.0, -np.inf)
+    return np.repeat(bias, group, axis=0) if group > 1 else bias, not mask.any(axis=1).all()
+
+
 def _heads(scale: float | np.ndarray, span: int) -> float | np.ndarray:
-    return scale[span][None, :, None] if isinstance(scale, np.ndarray) else scale
+    return scale[span][:, None, None] if isinstance(scale, np.ndarray) else scale
+
+
+def _doubles(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.detach() if tensor.requires_grad else tensor).to(torch.float64).numpy()
 
 
 def _gather(cache: torch.Tensor, slots: np.ndarray, layout: str) -> np.ndarray:
     """Float64 `[len(slots), num_kv_heads, dim]`: the keys or values in these slots."""
-    if layout == "ragged":
-        flat, index = cache, slots
-    else:
-        nhd = cache if layout == "NHD" else cache.transpose(1, 2)
+    flat, index = cache.detach() if cache.requires_grad else cache, slots
+    if layout != "ragged":
+        nhd = flat if layout == "NHD" else flat.transpose(1, 2)
         pages, page_size, heads, dim = nhd.shape
         page_stride, slot_stride, head_stride, dim_stride = nhd.stride()
         if not slot_stride or page_stride % slot_stride:
             page, offset = np.divmod(slots, page_size)
-            picked = nhd[torch.from_numpy(page), torch.from_numpy(offset)]
-            return picked.detach().to(torch.float64).numpy()
+            return _doubles(nhd[torch.from_numpy(page), torch.from_numpy(offset)])
         per_page = page_stride // slot_stride  # slots from page to page: more than page_size in a stacked cache
-        flat = nhd.detach().as_strided(
+        flat = nhd.as_strided(
             ((pages - 1) * per_page + page_size if pages else 0, heads, dim),
             (slot_stride, head_stride, dim_stride),
-            nhd.storage_offset(),
         )
-        index = slots if per_page == page_size else slots // page_size * per_page + slots % page_size
-    at = torch.from_numpy(np.ascontiguousarray(index))
+        if per_page != page_size:
+            index = slots // page_size * per_page + slots % page_size
+    at = torch.from_numpy(index)
     if cache.element_size() == 1:  # index_select knows no float8
-        return flat.view(torch.uint8).index_select(0, at).view(cache.dtype).to(torch.float64).numpy()
-    return flat.detach().index_select(0, at).to(torch.float64).numpy()
+        return _doubles(flat.view(torch.uint8).index_select(0, at).view(cache.dtype))
+    return _doubles(flat.index_select(0, at))
