@@ -1,0 +1,125 @@
+"""`fa`: FlashAttention 3 of sgl_kernel over the paged pool, with a table of page numbers.
+
+Argument semantics: the docstring of `sgl_kernel.flash_attn.flash_attn_with_kvcache`; metadata: mini-sglang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+
+from backends.contract import Batch, Capabilities, EngineContext, window_size
+
+FA_HEAD_DIMS = frozenset({(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)})
+"""(head_dim_qk, head_dim_vo) that FlashAttention 3 is built for (72 and others are padded inside)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FAMetadata:
+    """One batch as FlashAttention reads it, all on the device."""
+
+    cu_seqlens_q: torch.Tensor
+    """int32 `[bs + 1]`, in query rows."""
+    cu_seqlens_k: torch.Tensor
+    """int32 `[bs + 1]`, in tokens."""
+    cache_seqlens: torch.Tensor
+    """int32 `[bs]`: keys of each request, this batch's new ones included."""
+    page_table: torch.Tensor
+    """int32 `[bs, ceil(max_seqlen_k / page_size)]`: page *numbers*."""
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    def get_last_indices(self, bs: int) -> torch.Tensor:
+        """Row of the last query of each of the first `bs` requests, int32 `[bs]`."""
+        return self.cu_seqlens_q[1 : bs + 1] - 1
+
+
+class FlashAttentionBackend:
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        library=frozenset({"sgl_kernel"}),
+        head_dims=FA_HEAD_DIMS,
+        window=True,
+        soft_cap=True,
+        lse="e",
+    )
+
+    def __init__(self, engine: EngineContext) -> None:
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+        self.flash_attn_with_kvcache = flash_attn_with_kvcache
+        self.engine = engine
+        self.device = engine.device
+        self.kv_pool = engine.kv_pool
+        self.page_table = engine.page_table
+        self.page_size = engine.page_size
+
+    def prepare_metadata(self, batch: Batch) -> None:
+        reqs = batch.padded_reqs
+        seqlens_q = [req.extend_len for req in reqs]
+        seqlens_k = [req.device_len for req in reqs]
+        cu_seqlens_k = self._to_device([0, *accumulate(seqlens_k)])
+        if max(seqlens_q) == 1:
+            cu_seqlens_q = torch.arange(len(reqs) + 1, dtype=torch.int32, device=self.device)
+        elif all(req.cached_len == 0 for req in reqs):
+            cu_seqlens_q = cu_seqlens_k  # no prefix hit: as many queries as keys
+        else:
+            cu_seqlens_q = self._to_device([0, *accumulate(seqlens_q)])
+        # The engine's table holds token locations: every page_size-th starts a page.
+        rows = self._to_device([req.table_idx for req in reqs])
+        page_table = self.page_table[rows, : max(seqlens_k) : self.page_size]
+        if self.page_size > 1:
+            page_table = page_table // self.page_size
+        batch.attn_metadata = FAMetadata(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            cache_seqlens=self._to_device(seqlens_k),
+            page_table=page_table,
+            max_seqlen_q=max(seqlens_q),
+            max_seqlen_k=max(seqlens_k),
+        )
+
+    def _to_device(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, pin_memory=True).to(self.device, non_blocking=True)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer_id: int,
+        batch: Batch,
+        *,
+        return_softmax_lse: bool,
+    ) -> Any:
+        metadata = batch.attn_metadata
+        assert isinstance(metadata, FAMetadata)
+        self.kv_pool.store_kv(k, v, batch.out_loc, layer_id)
+        return self.flash_attn_with_kvcache(
+            q=q,
+            k_cache=self.kv_pool.k_cache(layer_id),
+            v_cache=self.kv_pool.v_cache(layer_id),
+            page_table=metadata.page_table,
+            cache_seqlens=metadata.cache_seqlens,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            cu_seqlens_k_new=metadata.cu_seqlens_k,
+            max_seqlen_q=metadata.max_seqlen_q,
+            softmax_scale=self.engine.scale,
+            causal=True,
+            window_size=window_size(self.engine.windows[layer_id], causal=True),
+            softcap=self.engine.soft_cap or 0.0,
+            return_softmax_lse=return_softmax_lse,
+        )
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch
+    ) -> torch.Tensor:
+        return self._attend(q, k, v, layer_id, batch, return_softmax_lse=False)
+
+    def forward_return_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = self._attend(q, k, v, layer_id, batch, return_softmax_lse=True)
+        return out, lse.transpose(0, 1)

@@ -1,0 +1,34 @@
+"""`fi`: FlashInfer over the KV pool seen as pages of one slot: a page-table row is kv_indices."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from backends.contract import Capabilities, EngineContext
+from backends.fi_base import FlashInferBase
+
+FI_HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256)})
+"""(head_dim_qk, head_dim_vo) that both the decode and the paged prefill kernel are built for."""
+
+
+class FlashInferBackend(FlashInferBase):
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        library=frozenset({"flashinfer"}),
+        head_dims=FI_HEAD_DIMS,
+        window=True,
+        soft_cap=True,
+        lse="2",
+    )
+
+    def __init__(self, engine: EngineContext) -> None:
+        super().__init__(engine, page_size=1)
+
+    def paged_kv(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return _slots(self.kv_pool.k_cache(layer_id)), _slots(self.kv_pool.v_cache(layer_id))
+
+
+def _slots(cache: torch.Tensor) -> torch.Tensor:
+    """`[num_pages, page_size, heads, dim]` as `[num_slots, 1, heads, dim]`, without a copy."""
+    return cache.view(-1, 1, cache.shape[2], cache.shape[3])

@@ -1,0 +1,188 @@
+"""What FlashInfer backends share: CSR metadata once per batch, one plan at the first layer, a run per layer.
+
+Argument semantics: FlashInfer's docstrings of `BatchDecodeWithPagedKVCacheWrapper` and
+`BatchPrefillWithPagedKVCacheWrapper`; lifecycle: mini-sglang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from backends.contract import Batch, EngineContext, Req, window_left
+
+WORKSPACE_BYTES = 128 * 1024 * 1024
+"""Split-KV scratch of a wrapper; the size that FlashInfer recommends."""
+
+TENSOR_CORE_GROUP = 4
+"""Decode runs on tensor cores from this GQA group on; CUDA-core kernels exist for 1, 2 and 3 below it."""
+
+
+@dataclass(kw_only=True)
+class FIMetadata:
+    """One batch as FlashInfer reads it. `_cpu` tensors are pinned; FlashInfer copies them at `plan`."""
+
+    cu_seqlens_q_cpu: torch.Tensor
+    """qo_indptr, int32 `[bs + 1]`, in query rows."""
+    cu_seqlens_k_cpu: torch.Tensor
+    """kv_indptr, int32 `[bs + 1]`, in pages of `page_size`."""
+    indices: torch.Tensor
+    """kv_indices, int32 `[kv_indptr[-1]]`, page ids, on the device."""
+    last_page_len_cpu: torch.Tensor
+    """int32 `[bs]`, 1 to `page_size`: tokens in each request's last page."""
+    seq_lens_cpu: torch.Tensor
+    """int32 `[bs]`, in tokens."""
+    wrapper: Any
+    """The wrapper that this batch is planned on and run by."""
+    initialized: bool = False
+    """Whether `wrapper` holds this batch's plan."""
+
+    def __post_init__(self) -> None:
+        assert self.cu_seqlens_q_cpu.is_cpu
+        assert self.cu_seqlens_k_cpu.is_cpu
+        assert self.last_page_len_cpu.is_cpu
+        assert self.seq_lens_cpu.is_cpu
+        assert self.indices.is_cuda
+
+    def get_last_indices(self, bs: int) -> torch.Tensor:
+        """Row of the last query of each of the first `bs` requests, int32 `[bs]`, on the device."""
+        return (self.cu_seqlens_q_cpu[1 : bs + 1] - 1).to(self.indices.device, non_blocking=True)
+
+
+class FlashInferBase:
+    """Plans and runs FlashInfer on pages of `page_size` slots. A subclass says how it sees the pool.
+
+    Args:
+        page_size: page size handed to FlashInfer, at most the engine's.
+
+    Raises:
+        ValueError: layers with different windows; one plan holds one window.
+    """
+
+    def __init__(self, engine: EngineContext, page_size: int) -> None:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+
+        if len(set(engine.windows)) > 1:
+            raise ValueError(f"FlashInfer backends plan one window for all layers, got {engine.windows}")
+        self.engine = engine
+        self.device = engine.device
+        self.kv_pool = engine.kv_pool
+        self.page_table = engine.page_table
+        self.page_size = page_size
+        self.float_workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        group_size = engine.num_qo_heads // engine.num_kv_heads
+        self.decode_wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            self.float_workspace, engine.layout, use_tensor_cores=group_size >= TENSOR_CORE_GROUP
+        )
+        self.prefill_wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            self.float_workspace, engine.layout, backend="fa2"
+        )
+        self.plan_options: dict[str, Any] = {
+            "num_qo_heads": engine.num_qo_heads,
+            "num_kv_heads": engine.num_kv_heads,
+            "page_size": page_size,
+            "pos_encoding_mode": "NONE",
+            "window_left": window_left(engine.windows[0]),
+            "logits_soft_cap": engine.soft_cap,
+            "sm_scale": engine.scale,
+            "q_data_type": engine.dtype,
+            "kv_data_type": engine.kv_dtype,
+            "non_blocking": True,
+        }
+        self.last_event = torch.cuda.Event()
+        self.last_event.record()
+
+    def paged_kv(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer in pages of `self.page_size`."""
+        raise NotImplementedError
+
+    def prepare_metadata(self, batch: Batch) -> None:
+        reqs = batch.padded_reqs
+        seq_lens = [req.device_len for req in reqs]
+        pages = [-(-n // self.page_size) for n in seq_lens]
+        cu_seqlens_k = _pinned([0, *accumulate(pages)])
+        batch.attn_metadata = FIMetadata(
+            cu_seqlens_q_cpu=self._qo_indptr(reqs, cu_seqlens_k),
+            cu_seqlens_k_cpu=cu_seqlens_k,
+            indices=self._page_ids(reqs),
+            last_page_len_cpu=_pinned(
+                [n - (count - 1) * self.page_size for n, count in zip(seq_lens, pages, strict=True)]
+            ),
+            seq_lens_cpu=_pinned(seq_lens),
+            wrapper=self.decode_wrapper if batch.is_decode else self.prefill_wrapper,
+        )
+
+    def _qo_indptr(self, reqs: list[Req], kv_indptr: torch.Tensor) -> torch.Tensor:
+        if all(req.extend_len == 1 for req in reqs):
+            return torch.arange(len(reqs) + 1, dtype=torch.int32, pin_memory=True)
+        if self.page_size == 1 and all(req.cached_len == 0 for req in reqs):
+            return kv_indptr  # no prefix hit: as many queries as keys, and a page is a key
+        return _pinned([0, *accumulate(req.extend_len for req in reqs)])
+
+    def _page_ids(self, reqs: list[Req]) -> torch.Tensor:
+        # The page table holds token locations: every page_size-th starts a page.
+        table, step = self.page_table, self.page_size
+        starts = torch.cat([table[req.table_idx, : req.device_len : step] for req in reqs])
+        return starts if step == 1 else starts // step
+
+    def _plan_once(self, metadata: FIMetadata) -> None:
+        if metadata.initialized:
+            return
+        # plan() rewrites the pinned buffer that the previous plan's copy may still be reading.
+        self.last_event.synchronize()
+        if metadata.wrapper is self.decode_wrapper:
+            metadata.wrapper.plan(
+                indptr=metadata.cu_seqlens_k_cpu,
+                indices=metadata.indices,
+                last_page_len=metadata.last_page_len_cpu,
+                head_dim=self.engine.head_dim_qk,
+                seq_lens=metadata.seq_lens_cpu,
+                **self.plan_options,
+            )
+        else:
+            metadata.wrapper.plan(
+                qo_indptr=metadata.cu_seqlens_q_cpu,
+                paged_kv_indptr=metadata.cu_seqlens_k_cpu,
+                paged_kv_indices=metadata.indices,
+                paged_kv_last_page_len=metadata.last_page_len_cpu,
+                head_dim_qk=self.engine.head_dim_qk,
+                head_dim_vo=self.engine.head_dim_vo,
+                seq_lens=metadata.seq_lens_cpu,
+                causal=True,
+                **self.plan_options,
+            )
+        self.last_event.record()
+        metadata.initialized = True
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer_id: int,
+        batch: Batch,
+        *,
+        return_lse: bool,
+    ) -> Any:
+        metadata = batch.attn_metadata
+        assert isinstance(metadata, FIMetadata)
+        self._plan_once(metadata)
+        self.kv_pool.store_kv(k, v, batch.out_loc, layer_id)
+        return metadata.wrapper.run(q, self.paged_kv(layer_id), return_lse=return_lse)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch
+    ) -> torch.Tensor:
+        return self._run(q, k, v, layer_id, batch, return_lse=False)
+
+    def forward_return_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._run(q, k, v, layer_id, batch, return_lse=True)
+
+
+def _pinned(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, pin_memory=True)

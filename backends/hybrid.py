@@ -1,0 +1,72 @@
+"""`"a,b"`: prefill by one backend, decode by another, each where its kernel library is best."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+from backends.contract import Backend, Batch, Capabilities
+
+T = TypeVar("T")
+
+
+class HybridBackend:
+    """Dispatches on `Batch.phase` alone. Both parts share the engine's pool and page table."""
+
+    def __init__(self, prefill: Any, decode: Any) -> None:
+        self.prefill_backend = prefill
+        self.decode_backend = decode
+
+    def _part(self, batch: Batch) -> Any:
+        return self.prefill_backend if batch.is_prefill else self.decode_backend
+
+    def prepare_metadata(self, batch: Batch) -> None:
+        part: Backend = self._part(batch)
+        part.prepare_metadata(batch)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch
+    ) -> torch.Tensor:
+        part: Backend = self._part(batch)
+        return part.forward(q, k, v, layer_id, batch)
+
+    def forward_return_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._part(batch).forward_return_lse(q, k, v, layer_id, batch)
+
+
+def meet(prefill: Capabilities, decode: Capabilities) -> Capabilities:
+    """What both parts offer; each brings its own phase. Parts with LSEs of two bases offer none."""
+
+    def both(flag: str) -> bool:
+        return getattr(prefill, flag) and getattr(decode, flag)
+
+    return Capabilities(
+        phases=(prefill.phases & {"prefill"}) | (decode.phases & {"decode"}),
+        library=prefill.library | decode.library,
+        dtypes=prefill.dtypes & decode.dtypes,
+        kv_dtypes=prefill.kv_dtypes & decode.kv_dtypes,
+        page_sizes=_common(prefill.page_sizes, decode.page_sizes),
+        layouts=prefill.layouts & decode.layouts,
+        head_dims=_common(prefill.head_dims, decode.head_dims),
+        group_sizes=_common(prefill.group_sizes, decode.group_sizes),
+        non_causal=both("non_causal"),
+        window=both("window"),
+        soft_cap=both("soft_cap"),
+        custom_mask=both("custom_mask"),
+        rows_without_keys=both("rows_without_keys"),
+        empty_requests=both("empty_requests"),
+        strided=both("strided"),
+        lse=prefill.lse if prefill.lse == decode.lse else None,
+        empty_lse="sentinel" if "sentinel" in (prefill.empty_lse, decode.empty_lse) else "-inf",
+        bit_equal=both("bit_equal"),
+        reads_unowned_slots=prefill.reads_unowned_slots or decode.reads_unowned_slots,
+    )
+
+
+def _common(a: frozenset[T] | None, b: frozenset[T] | None) -> frozenset[T] | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b

@@ -1,0 +1,56 @@
+"""`kernel:fi-ragged`: FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` (fa2): no pages."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from backends.contract import Attention, Capabilities, EngineContext, KernelCall, window_left
+from backends.fi import FI_HEAD_DIMS
+from backends.fi_base import WORKSPACE_BYTES
+from backends.kernels.metadata import flat_mask, indptr
+
+
+class FlashInferRagged:
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        level="kernel",
+        library=frozenset({"flashinfer"}),
+        layouts=frozenset({"NHD", "HND"}),  # the paged cache is not looked at
+        head_dims=FI_HEAD_DIMS,
+        non_causal=True,
+        window=True,
+        soft_cap=True,
+        custom_mask=True,
+        rows_without_keys=True,
+        empty_requests=True,
+        lse="2",
+        empty_lse="sentinel",
+    )
+
+    def __init__(self, engine: EngineContext) -> None:
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+        self.engine = engine
+        self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(
+            torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=engine.device), "NHD", backend="fa2"
+        )
+
+    def attend(self, call: KernelCall) -> Attention:
+        self.wrapper.plan(
+            qo_indptr=indptr(call.qo_lens, call.q.device),
+            kv_indptr=indptr(call.kv_lens, call.q.device),
+            num_qo_heads=self.engine.num_qo_heads,
+            num_kv_heads=self.engine.num_kv_heads,
+            head_dim_qk=self.engine.head_dim_qk,
+            head_dim_vo=self.engine.head_dim_vo,
+            custom_mask=flat_mask(call),
+            causal=call.causal,
+            window_left=window_left(call.window),
+            logits_soft_cap=call.soft_cap,
+            sm_scale=call.scale,
+            q_data_type=call.q.dtype,
+            kv_data_type=call.k.dtype,
+        )
+        out, lse = self.wrapper.run(call.q, call.k, call.v, return_lse=True)
+        return Attention(out, lse)
