@@ -23,7 +23,7 @@ ValueKind = Literal["needles", "zero_q", "constant_v", "one_hot_v", "extreme", "
 MAX_LEN = 1 << 20
 """Longest `kv_len` that a case may ask for, in tokens."""
 
-_CONFIG = ConfigDict(extra="forbid", strict=True)
+_CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _Length = Annotated[int, Field(ge=0, le=MAX_LEN)]
 _Count = Annotated[int, Field(ge=1, le=4096)]
 
@@ -120,7 +120,7 @@ AnyRequest = Request | KernelRequest
 
 
 def _request_tag(value: object) -> str:
-    keys = value if isinstance(value, dict) else vars(value)
+    keys = value if isinstance(value, dict) else getattr(value, "__dict__", ())
     return "kernel" if "qo_len" in keys or "kv_len" in keys else "engine"
 
 
