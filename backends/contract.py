@@ -57,6 +57,8 @@ class Capabilities:
     """Kernel level: takes rows that see no key (`kv_len` 0, or `qo_len > kv_len` under a causal mask)."""
     empty_requests: bool = False
     """Kernel level: takes requests with `qo_len` 0."""
+    merges: bool = False
+    """Kernel level: merges `KernelCall.states` instead of reading keys."""
     strided: bool = True
     """Takes q, k and v as slices of a fused tensor."""
     lse: LseBase | None = None
@@ -195,7 +197,7 @@ class KernelCall:
     v: torch.Tensor
     """The same keys ragged: `[sum(kv_lens), num_kv_heads, dim]`."""
     states: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    """For merge adapters: partial attention over disjoint keys, (v `[num_rows, num_qo_heads, head_dim_vo]`,
+    """For adapters that declare `merges`: partial attention over disjoint keys, (v `[num_rows, num_qo_heads, head_dim_vo]`,
     lse float32 `[num_rows, num_qo_heads]` in the declared base). Empty for others."""
     qo_lens: list[int]
     kv_lens: list[int]
@@ -222,7 +224,7 @@ class Attention:
 
 @runtime_checkable
 class KernelAdapter(Protocol):
-    """One public entry point of a kernel library, for its vendor. `merges` adapters get `KernelCall.states`."""
+    """One public entry point of a kernel library, for its vendor."""
 
     capabilities: ClassVar[Capabilities]
 

@@ -75,7 +75,7 @@ class EngineRun:
         self.backend: Backend | None = None
         self._executions = 0
         self._failure: Failure | None = None
-        self.pool = Pool(self.tensors, adopt=machine.simulated)
+        self.pool = Pool(self.tensors, self.recorder, adopt=machine.simulated)
         self.table = machine.adopt(page_table(self.tensors, 0))
         context = engine_context(self.tensors, self.pool, self.table, machine.device)
         try:
@@ -158,7 +158,7 @@ class EngineRun:
         """q, k, v of every layer, as fresh tensors (fused and sliced where the case says so)."""
         q, k, v = _new_tokens(self.question.case, tensors)
         if self.question.case.strided:
-            q, k, v = _fused(q, k, v)
+            q, k, v = fused(q, k, v)
         else:
             q = q.clone()
         for tensor in (q, k, v):
@@ -194,7 +194,7 @@ def _new_tokens(case: Case, tensors: StepTensors) -> tuple[torch.Tensor, torch.T
     return tensors.q, k, v
 
 
-def _fused(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def fused(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The parts as slices of one tensor, the way a fused projection leaves them."""
     fused = torch.cat([p.flatten(2) for p in parts], dim=2)
     pieces = fused.split([p.shape[2] * p.shape[3] for p in parts], dim=2)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from conformance.question import Answer
 from fakes.recorder import Call, Recorder
 
 
@@ -70,6 +71,8 @@ class Execution:
     first_batch: int
     steps: list[StepRun] = field(default_factory=list[StepRun])
     failure: Failure | None = None
+    answers: dict[tuple[int, int], Answer] = field(default_factory=dict[tuple[int, int], Answer])
+    """Answers by (step, layer) that differ from the question's own, for adapters that merge given states."""
 
     def calls(self, step: int) -> list[Call]:
         """Library calls of one step, in order."""

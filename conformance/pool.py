@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from cases.tensors import LARGE, NAN, CaseTensors
+from conformance.execution import Mark
 from fakes import cuda
+from fakes.recorder import Recorder
 
 
 @cuda.kernel
@@ -21,8 +23,11 @@ class Pool:
     k, v: `[layers, num_pages, page_size, num_kv_heads, dim]` (HND: heads before slots) in the KV dtype.
     """
 
-    def __init__(self, tensors: CaseTensors, *, adopt: bool) -> None:
+    def __init__(self, tensors: CaseTensors, recorder: Recorder, *, adopt: bool) -> None:
         case = tensors.case
+        self._recorder = recorder
+        self.stores: dict[Mark, int] = {}
+        """Where K and V were stored -> how many library calls had been made by then."""
         self._tensors = tensors
         self.page_size = case.page_size
         self.layout = case.layout
@@ -57,6 +62,7 @@ class Pool:
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor, layer_id: int) -> None:
         """Write k, v `[num_tokens, num_kv_heads, dim]` to the slots `out_loc`; fp8 pools divide by their scales."""
+        self.stores[self._recorder.at] = len(self._recorder.calls)
         for pool, rows, scale in ((self._k_layers, k, self.scales[0]), (self._v_layers, v, self.scales[1])):
             target = pool[layer_id]
             if target.element_size() == 1:

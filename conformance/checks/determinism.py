@@ -1,0 +1,34 @@
+"""determinism: the same call twice gives the same bits, and what ran before on the same backend changes nothing."""
+
+from __future__ import annotations
+
+from conformance.checks.poison import differing_layers
+from conformance.outcome import Finding, Outcome
+from conformance.trial import Trial
+
+NAME = "determinism"
+
+
+def check(trial: Trial) -> list[Finding]:
+    first, second = trial.first.failure, trial.second.failure
+    if first is None and second is not None:
+        return [
+            Finding(
+                check=NAME,
+                outcome=Outcome.RAISED,
+                step=second.step,
+                message=f"the first execution went well, the second on the same backend raised {second}",
+            )
+        ]
+    if not differing_layers(trial.first, trial.second):
+        return []
+    return [
+        Finding(
+            check=NAME,
+            step=step,
+            layer=layer,
+            request=int(trial.question.step(step).rows.request[row]),
+            message="the same batch gave different bits when it was run again on the same backend",
+        )
+        for step, layer, row in differing_layers(trial.first, trial.third)
+    ]

@@ -1,0 +1,66 @@
+"""lse: the log-sum-exp equals the oracle's in the declared base; rows without keys are -inf (or the declared sentinel).
+
+A wrong base shows as one ratio for all elements, and is named.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from conformance.compare import describe, elements, tensor_fault
+from conformance.execution import LayerRun
+from conformance.outcome import Finding
+from conformance.trial import Trial
+from reference.merge import in_base
+
+NAME = "lse"
+SENTINEL = -1.0e4
+_FLOAT32_STEPS = 16.0
+
+
+def check(trial: Trial) -> list[Finding] | None:
+    if trial.spec.capabilities.lse is None:
+        return None
+    found: list[Finding] = []
+    for step, run in enumerate(trial.first.steps):
+        for layer, handed in enumerate(run.layers):
+            found += _layer(trial, handed, step, layer)
+    return found
+
+
+def _layer(trial: Trial, handed: LayerRun, step: int, layer: int) -> list[Finding]:
+    tensors, capabilities = trial.question.step(step), trial.spec.capabilities
+    shape = (tensors.step.num_rows, trial.case.heads.num_qo_heads)
+    fault = tensor_fault("the LSE", handed.lse, shape, torch.float32, trial.asker.machine)
+    if fault is not None or handed.lse_values is None:
+        return [Finding(check=NAME, step=step, layer=layer, message=fault or "the LSE is missing")]
+    answer = trial.answer(step, layer)
+    base = capabilities.lse or "e"
+    want = in_base(answer.state.lse, base).numpy()
+    exact = handed.exact_lse is not None
+    got = handed.exact_lse if handed.exact_lse is not None else handed.lse_values.double().numpy()
+    empty = np.isneginf(want)
+    if capabilities.empty_lse == "sentinel":
+        got = np.where(empty & (got < SENTINEL), -np.inf, got)
+    scale = 1.0 + answer.state.max_score
+    allowed = answer.exact_tolerance if exact else _FLOAT32_STEPS * np.finfo(np.float32).eps * scale
+    wrong = elements(got, want, max(allowed, np.finfo(np.float64).eps * 64 * scale))
+    if wrong is None:
+        return []
+    request, message = describe(wrong, tensors, "the LSE")
+    message += _base_hint(got, want, base)
+    return [Finding(check=NAME, step=step, layer=layer, request=request, field="lse", message=message)]
+
+
+def _base_hint(got: np.ndarray, want: np.ndarray, base: str) -> str:
+    usable = np.isfinite(got) & np.isfinite(want) & (np.abs(want) > 1e-3)
+    if not usable.any():
+        return ""
+    ratio = got[usable] / want[usable]
+    other, factor = ("2", 1 / math.log(2)) if base == "e" else ("e", math.log(2))
+    if np.abs(ratio - factor).max() < 1e-3:
+        return f": every LSE is {factor:.4f} of what it must be: base {other}, declared base {base}"
+    return ""

@@ -1,0 +1,149 @@
+"""metadata: the library calls of a layer, decoded, read exactly the keys that the case asks for, in arrays that obey
+the library's rules.
+
+Each call is decoded from its arguments as the library reads them, into (query row -> slots). Where that is not what the
+case asks, the arrays are compared with what they must be, and the first wrong one is named.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cases.tensors import StepTensors
+from conformance import reading
+from conformance.decode import ReadSpan, read_spans, visible_keys
+from conformance.execution import LayerRun
+from conformance.fields import wrong_fields
+from conformance.outcome import Finding
+from conformance.trial import Trial
+from fakes.recorder import Attended, Call
+from reference.masks import visible
+
+NAME = "metadata"
+
+
+def check(trial: Trial) -> list[Finding] | None:
+    found = rule_findings(trial, "arrays", NAME)
+    looked = bool(found)
+    for step, run in enumerate(trial.first.steps):
+        calls = trial.first.calls(step)
+        looked |= any(c.op != "create" for c in calls)
+        for layer, handed in enumerate(run.layers):
+            attends = [c for c in calls if c.attended is not None and c.at.layer == layer]
+            if attends:
+                found += _layer(trial, step, layer, handed, attends)
+    return found if looked else None
+
+
+def rule_findings(trial: Trial, kind: str, name: str) -> list[Finding]:
+    """What the fakes recorded about the first execution, each rule once per step and request."""
+    first = trial.first
+    found: dict[tuple[object, ...], Finding] = {}
+    for f in first.recorder.findings:
+        step = f.at.batch - first.first_batch
+        if f.kind != kind or not 0 <= step < len(trial.case.steps):
+            continue
+        found.setdefault(
+            (f.rule, f.argument, f.request, step),
+            Finding(
+                check=name,
+                step=step,
+                layer=f.at.layer if f.at.layer >= 0 else None,
+                request=f.request,
+                field=f.argument,
+                rule=f.rule,
+                message=f.message,
+            ),
+        )
+    return list(found.values())
+
+
+def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Call]) -> list[Finding]:
+    tensors = trial.question.step(step)
+    pool = trial.pool
+    decoded: list[tuple[Attended, ReadSpan]] = []
+    found: list[Finding] = []
+    for call in calls:
+        attended = call.attended
+        if attended is None:
+            continue
+        spans = read_spans(trial.case, attended, handed, pool.k_cache(layer), pool.v_cache(layer))
+        decoded += [(attended, span) for span in spans]
+        found += _scalars(trial, attended, step, layer)
+    if _as_asked(trial, tensors, decoded):
+        return found
+    wrong = reading.compare(trial.case, tensors, decoded)
+    if wrong is None:
+        return found
+    request, message = wrong
+    fields = [
+        Finding(
+            check=NAME, step=step, layer=layer, request=field.request, field=field.field, message=field.message
+        )
+        for call in calls
+        for field in wrong_fields(trial.case, tensors, _plan_of(trial, call), call, _page_size(call))
+    ]
+    return [*found, *fields, Finding(check=NAME, step=step, layer=layer, request=request, message=message)]
+
+
+def _plan_of(trial: Trial, call: Call) -> Call | None:
+    return None if call.plan is None else trial.first.recorder.calls[call.plan]
+
+
+def _page_size(call: Call) -> int:
+    return 0 if call.attended is None or call.attended.layout == "ragged" else call.attended.page_size
+
+
+def _scalars(trial: Trial, attended: Attended, step: int, layer: int) -> list[Finding]:
+    case = trial.case
+    found: list[Finding] = []
+    scales = (case.scale, case.scale * case.k_scale)
+    if not any(math.isclose(attended.scale, scale, rel_tol=1e-6) for scale in scales):
+        message = f"the softmax scale is {attended.scale:.6g}, must be {case.scale:.6g}"
+        found.append(Finding(check=NAME, step=step, layer=layer, field="sm_scale", message=message))
+    if not math.isclose(attended.soft_cap, case.mask.soft_cap or 0.0, rel_tol=1e-6):
+        message = f"the soft cap is {attended.soft_cap or 'none'}, must be {case.mask.soft_cap or 'none'}"
+        found.append(Finding(check=NAME, step=step, layer=layer, field="soft_cap", message=message))
+    return found
+
+
+def _as_asked(trial: Trial, tensors: StepTensors, decoded: list[tuple[Attended, ReadSpan]]) -> bool:
+    """The usual case, quickly: one span a request, its slots in order, the mask as asked."""
+    asked = [r for r in range(len(tensors.step.requests)) if tensors.step.requests[r].qo_len]
+    spans = [(attended, span) for attended, span in decoded if span.num_rows]
+    if len(asked) != len(spans):
+        return False
+    row = 0
+    for request, (attended, span) in zip(asked, spans, strict=True):
+        r = tensors.step.requests[request]
+        want = trial.case.level == "kernel" and attended.layout == "ragged"
+        slots = _ragged_slots(tensors, request) if want else tensors.placed.slots[request]
+        if span.first_row != row or span.num_rows != r.qo_len:
+            return False
+        if not (np.array_equal(span.k_slots, slots) and np.array_equal(span.v_slots, slots)):
+            return False
+        if not _mask_as_asked(trial, tensors, request, attended, span):
+            return False
+        row += r.qo_len
+    return True
+
+
+def _ragged_slots(tensors: StepTensors, request: int) -> np.ndarray:
+    return np.arange(tensors.tokens.start[request], tensors.tokens.start[request + 1])
+
+
+def _mask_as_asked(
+    trial: Trial, tensors: StepTensors, request: int, attended: Attended, span: ReadSpan
+) -> bool:
+    mask = trial.case.mask
+    plain = mask.custom is None and span.custom is None and mask.window is None
+    if plain and attended.window_left < 0 and attended.window_right <= 0:
+        causal = attended.causal or attended.window_right == 0
+        if causal == mask.causal or span.num_rows == 1:
+            return True
+    r = tensors.step.requests[request]
+    custom = None if tensors.custom is None else tensors.custom[request]
+    want = visible(r.qo_len, r.kv_len, mask, custom).numpy()
+    return np.array_equal(visible_keys(attended, span), want)

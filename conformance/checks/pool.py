@@ -1,0 +1,66 @@
+"""pool: K and V stand where `out_loc` says, bit for bit, and every other slot of the pool is unchanged."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from conformance.outcome import Finding
+from conformance.trial import Trial
+
+NAME = "pool"
+
+
+def check(trial: Trial) -> list[Finding]:
+    found: list[Finding] = []
+    for step, run in enumerate(trial.first.steps):
+        if run.pool is None:
+            continue
+        for which, after in zip("kv", run.pool, strict=True):
+            want = trial.pool.expected(step, nan=trial.first.nan, which=which, after=True)
+            if not _same_bits(after, want):
+                found.append(_finding(trial, step, which, after, want))
+    return found
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    word = _WORDS[a.element_size()]
+    return torch.equal(a.view(word), b.view(word))
+
+
+def _finding(trial: Trial, step: int, which: str, after: torch.Tensor, want: torch.Tensor) -> Finding:
+    case, tensors = trial.case, trial.question.step(step)
+    word = _WORDS[after.element_size()]
+    different = after.view(word) != want.view(word)
+    if case.layout == "HND":
+        different = different.transpose(2, 3)
+    per_slot = different.flatten(3).any(-1).numpy()
+    layer, page, offset = (int(i[0]) for i in np.nonzero(per_slot))
+    slot = page * case.page_size + offset
+    total = int(per_slot.sum())
+    owner = _owner(tensors.placed.slots, slot)
+    if owner is None:
+        what = "a slot that no request owns was written"
+    else:
+        request, position = owner
+        new = position >= tensors.step.requests[request].stored_len
+        what = f"position {position} of request {request} {'was not stored as given' if new else 'was altered'}"
+    return Finding(
+        check=NAME,
+        step=step,
+        layer=layer,
+        request=owner[0] if owner else None,
+        field="out_loc",
+        message=f"{which.upper()} in slot {slot} (page {page}, offset {offset}): {what}; {total} slots differ",
+    )
+
+
+def _owner(slots: tuple[np.ndarray, ...], slot: int) -> tuple[int, int] | None:
+    for request, own in enumerate(slots):
+        at = np.flatnonzero(own == slot)
+        if len(at):
+            return request, int(at[0])
+    return None

@@ -1,0 +1,83 @@
+"""values: the output equals the oracle within the error budget, for every request, row and head.
+
+A result whose unrounded float64 values are on record is held to float64; any other to the budget that the low-precision
+twin sets. An exception that leaves the backend is judged here too: there is no output.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from conformance.compare import Wrong, describe, elements, tensor_fault
+from conformance.execution import Execution, LayerRun
+from conformance.outcome import Finding, Outcome
+from conformance.trial import Trial
+from reference.budget import allowed
+
+NAME = "values"
+
+
+def check(trial: Trial) -> list[Finding]:
+    execution = trial.first
+    found = failure_finding(execution, NAME)
+    for step, run in enumerate(execution.steps):
+        for layer, handed in enumerate(run.layers):
+            found += layer_findings(trial, handed, step, layer)
+    return found
+
+
+def failure_finding(execution: Execution, check_name: str) -> list[Finding]:
+    """The exception that ended an execution, as a finding."""
+    failure = execution.failure
+    if failure is None:
+        return []
+    what = "refused a case that it declares" if failure.refused else "raised"
+    where = "construction" if failure.step < 0 else "prepare_metadata" if failure.layer < 0 else "forward"
+    return [
+        Finding(
+            check=check_name,
+            outcome=Outcome.REFUSED if failure.refused else Outcome.RAISED,
+            step=failure.step if failure.step >= 0 else None,
+            layer=failure.layer if failure.layer >= 0 else None,
+            message=f"{where} {what}: {failure}",
+        )
+    ]
+
+
+def layer_findings(trial: Trial, handed: LayerRun, step: int, layer: int) -> list[Finding]:
+    """What is wrong with the output of one layer."""
+    tensors = trial.question.step(step)
+    heads = trial.case.heads
+    shape = (tensors.step.num_rows, heads.num_qo_heads, heads.head_dim_vo)
+    dtype = getattr(torch, trial.case.dtype)
+    fault = tensor_fault("the output", handed.out, shape, dtype, trial.asker.machine)
+    if fault is not None:
+        return [Finding(check=NAME, step=step, layer=layer, message=fault)]
+    wrong = output_wrong(trial, handed, step, layer)
+    if wrong is None:
+        return []
+    request, message = describe(wrong, tensors, "the output")
+    return [Finding(check=NAME, step=step, layer=layer, request=request, message=message)]
+
+
+def output_wrong(trial: Trial, handed: LayerRun, step: int, layer: int) -> Wrong | None:
+    """Compare an output of the right shape with the oracle."""
+    answer = trial.answer(step, layer)
+    want = answer.state.out.numpy()
+    if handed.exact is not None:
+        return elements(handed.exact, want, answer.exact_tolerance)
+    if handed.values is None:
+        return None
+    got = handed.values.double().numpy()
+    budget = trial.question.budget(step, layer)
+    wrong = elements(got, want, allowed(budget, want))
+    if wrong is not None:
+        return wrong
+    mean = float(np.abs(got - want).mean()) if got.size else 0.0
+    if mean <= budget.mean_abs:
+        return None
+    error = np.abs(got - want)
+    row, head, dim = (int(i) for i in np.unravel_index(int(error.argmax()), error.shape))
+    bad = np.ones(error.shape[:2], dtype=bool)
+    return Wrong(bad, row, head, got[row, head, dim], want[row, head, dim], mean, budget.mean_abs)

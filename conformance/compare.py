@@ -1,0 +1,90 @@
+"""A result against the oracle: type, shape, dtype, device, then every element."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cases.tensors import StepTensors
+from conformance.machine import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """Elements that are wrong. `bad`: bool `[num_rows, num_qo_heads]`; the rest is about the worst element."""
+
+    bad: np.ndarray
+    row: int
+    head: int
+    got: float
+    want: float
+    error: float
+    allowed: float
+
+
+def tensor_fault(
+    name: str, got: object, shape: tuple[int, ...], dtype: torch.dtype, machine: Machine
+) -> str | None:
+    """What is wrong with a returned object before its values count; None if nothing is."""
+    if not isinstance(got, torch.Tensor):
+        return f"{name} is {'None' if got is None else type(got).__name__}, must be a tensor"
+    if tuple(got.shape) != shape:
+        return f"{name} has shape {list(got.shape)}, must have {list(shape)}"
+    if got.dtype != dtype:
+        return f"{name} is {_name(got.dtype)}, must be {_name(dtype)}"
+    place, wanted = machine.place_of(got), "cuda:0" if machine.simulated else "cpu"
+    if place != wanted:
+        return f"{name} is on {place}, must be on {wanted}"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def elements(got: np.ndarray, want: np.ndarray, allowed: np.ndarray | float) -> Wrong | None:
+    """Compare elementwise, `[num_rows, num_qo_heads]` or with a last dimension; equal infinities agree, NaN never."""
+    with np.errstate(invalid="ignore"):
+        error = np.abs(got - want)
+        right = (error <= allowed) | (got == want)
+    if right.all():
+        return None
+    error = np.where(right, 0.0, np.where(np.isfinite(error), error, np.inf))
+    worst = np.unravel_index(int(error.argmax()), error.shape)
+    bad = ~right if right.ndim == 2 else ~right.all(axis=-1)
+    limit = np.broadcast_to(allowed, got.shape)[worst]
+    return Wrong(
+        bad,
+        int(worst[0]),
+        int(worst[1]),
+        float(got[worst]),
+        float(want[worst]),
+        float(error[worst]),
+        float(limit),
+    )
+
+
+def describe(wrong: Wrong, tensors: StepTensors, name: str) -> tuple[int, str]:
+    """The request of the worst element, and a sentence that names every request and head that is wrong."""
+    request = int(tensors.rows.request[wrong.row])
+    position = int(tensors.rows.position[wrong.row])
+    rows = np.flatnonzero(wrong.bad.any(axis=1))
+    requests = sorted({int(r) for r in tensors.rows.request[rows]})
+    heads = np.flatnonzero(wrong.bad.any(axis=0))
+    error = "not finite" if not np.isfinite(wrong.got) else f"off by {wrong.error:.3g}"
+    where = f"row {wrong.row} (request {request}, position {position}), head {wrong.head}"
+    count = f"{len(rows)} of {wrong.bad.shape[0]} rows wrong"
+    spread = f"requests {_ranges(requests)}, heads {_ranges([int(h) for h in heads])}"
+    message = (
+        f"{name} at {where} is {wrong.got:.6g}, must be {wrong.want:.6g}: "
+        f"{error}, allowed {wrong.allowed:.3g}; {count} ({spread})"
+    )
+    return request, message
+
+
+def _ranges(numbers: list[int]) -> str:
+    if len(numbers) <= 4:
+        return ", ".join(map(str, numbers))
+    return f"{numbers[0]}, {numbers[1]}, ... {numbers[-1]}"

@@ -1,0 +1,105 @@
+"""Recorded attention calls in the case's own coordinates: which request's row read which slot of the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cases.model import Case
+from conformance.execution import LayerRun
+from fakes.recorder import Attended, Span
+
+OUTSIDE = -1
+"""Slot of a key that does not stand in the layer's pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSpan:
+    """One request of one call: rows `first_row` .. of the layer's q, and the pool slot of each key of K and V."""
+
+    first_row: int
+    num_rows: int
+    k_slots: np.ndarray
+    v_slots: np.ndarray
+    span: Span
+    custom: np.ndarray | None
+
+
+def read_spans(
+    case: Case, attended: Attended, handed: LayerRun, k_pool: torch.Tensor, v_pool: torch.Tensor
+) -> list[ReadSpan]:
+    """Decode one call. `k_pool`, `v_pool`: the layer's pool, as it was handed over."""
+    base_row = _first_row(attended.q, handed.q)
+    ragged = attended.layout == "ragged"
+    spans: list[ReadSpan] = []
+    for index, span in enumerate(attended.spans):
+        if ragged:
+            k_slots = _ragged_rows(attended.k, handed.k, span.slots)
+            v_slots = _ragged_rows(attended.v, handed.v, span.slots)
+        else:
+            k_slots = _pool_slots(case, attended, attended.k, k_pool, span.slots)
+            v_slots = _pool_slots(case, attended, attended.v, v_pool, span.slots)
+        custom = None if attended.custom is None else attended.custom[index]
+        spans.append(
+            ReadSpan(base_row + span.q_start, span.q_end - span.q_start, k_slots, v_slots, span, custom)
+        )
+    return spans
+
+
+def visible_keys(attended: Attended, span: ReadSpan) -> np.ndarray:
+    """bool `[num_rows, num_keys]`: what each row of a span sees, as the library read its arguments."""
+    rows, keys = span.num_rows, len(span.k_slots)
+    if span.custom is not None:
+        return span.custom
+    at = np.arange(rows)[:, None] + keys - rows
+    key = np.arange(keys)
+    seen = np.ones((rows, keys), dtype=bool)
+    if attended.causal:
+        seen &= key <= at
+    if attended.window_left >= 0:
+        seen &= key >= at - attended.window_left
+    if attended.window_right >= 0:
+        seen &= key <= at + attended.window_right
+    return seen
+
+
+def _first_row(q: torch.Tensor, handed: torch.Tensor) -> int:
+    """Row of the layer's q at which the q of a call begins; a copy is taken to begin at row 0."""
+    if handed.dim() != 3 or not handed.stride(0):
+        return 0
+    step = handed.stride(0) * handed.element_size()
+    offset = q.data_ptr() - handed.data_ptr()
+    return offset // step if 0 <= offset < step * handed.shape[0] else 0
+
+
+def _ragged_rows(k: torch.Tensor, handed: torch.Tensor, rows: np.ndarray) -> np.ndarray:
+    if not handed.numel() or k.data_ptr() == handed.data_ptr():
+        return rows
+    step = handed.stride(0) * handed.element_size()
+    offset = k.data_ptr() - handed.data_ptr()
+    return rows + offset // step if 0 <= offset < step * handed.shape[0] else np.full_like(rows, OUTSIDE)
+
+
+def _pool_slots(
+    case: Case, attended: Attended, cache: torch.Tensor, pool: torch.Tensor, slots: np.ndarray
+) -> np.ndarray:
+    """Slots of the cache that was handed over, as slots of the layer's pool, by the addresses they stand at."""
+    size = pool.element_size()
+    slot_dim = 1 if attended.layout == "NHD" else 2
+    slot_stride = cache.stride(slot_dim)
+    pool_slot = pool.stride(1 if case.layout == "NHD" else 2)
+    if (
+        cache.data_ptr() == pool.data_ptr()
+        and slot_stride == pool_slot
+        and (attended.page_size == case.page_size or case.layout == "NHD")
+        and cache.stride(0) == attended.page_size * (pool.stride(0) // case.page_size)
+    ):
+        return slots
+    page, offset = slots // attended.page_size, slots % attended.page_size
+    address = cache.data_ptr() + (page * cache.stride(0) + offset * slot_stride) * size - pool.data_ptr()
+    in_page = address % (pool.stride(0) * size)
+    found = address // (pool.stride(0) * size) * case.page_size + in_page // (pool_slot * size)
+    inside = (address >= 0) & (address < pool.shape[0] * pool.stride(0) * size)
+    return np.where(inside & (in_page // (pool_slot * size) < case.page_size), found, OUTSIDE)

@@ -1,0 +1,129 @@
+"""Asks a kernel-level adapter: one call of one entry point per layer, with metadata that is right by construction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from backends.contract import Attention, KernelCall, Refused
+from backends.registry import BackendSpec
+from cases.tensors import StepTensors
+from conformance.engine import EngineRun, fused, receive
+from conformance.execution import Execution, Failure, LayerRun, StepRun
+from conformance.question import Answer
+from reference.attention import AttentionState, paged_attention
+from reference.budget import exact_tolerance
+from reference.masks import visible
+from reference.merge import in_base, merge_all
+
+__all__ = ["KernelRun"]
+
+
+class KernelRun(EngineRun):
+    """One kernel-level adapter on one case. The pool holds every key; nothing may be written."""
+
+    def _step(self, execution: Execution, backend: Any, index: int) -> None:
+        tensors = self.tensors.steps[index]
+        run = StepRun()
+        execution.steps.append(run)
+        self.pool.fill(index, nan=execution.nan)
+        calls = [self._call(execution, tensors, index, layer) for layer in range(self.question.case.num_layers)]
+        kept = [(c.q.clone(), c.k.clone(), c.v.clone()) for c in calls]
+        layer = 0
+        try:
+            for layer, call in enumerate(calls):
+                with self._at(execution.first_batch + index, layer):
+                    answer: object = backend.attend(call)
+                handed = LayerRun(call.q, call.k, call.v)
+                if isinstance(answer, Attention):
+                    handed.out, handed.lse = answer.out, answer.lse
+                else:
+                    handed.out = answer
+                receive(self.recorder, handed)
+                run.layers.append(handed)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend throws is its verdict
+            execution.failure = Failure(error, index, layer, isinstance(error, Refused))
+            return
+        for layer, (call, then) in enumerate(zip(calls, kept, strict=True)):
+            for name, now, before in zip(("q", "k", "v"), (call.q, call.k, call.v), then, strict=True):
+                if not torch.equal(_bits(now), _bits(before)):
+                    run.changed.append(f"{name} of layer {layer}")
+        run.pool = (self.pool.k.clone(), self.pool.v.clone())
+
+    def _call(self, execution: Execution, tensors: StepTensors, index: int, layer: int) -> KernelCall:
+        case, step, adopt = self.question.case, tensors.step, self.machine.adopt
+        q, k, v = tensors.q[layer : layer + 1], tensors.k_all[layer : layer + 1], tensors.v_all[layer : layer + 1]
+        if case.strided:
+            q = fused(q, q)[0]
+            k, v = fused(k, v) if not case.stored_as_fp8 else (k.clone(), v.clone())
+        else:
+            q, k, v = q.clone(), k.clone(), v.clone()
+        states = self._states(execution, tensors, index, layer) if self.spec.capabilities.merges else []
+        return KernelCall(
+            q=adopt(q)[0],
+            k_cache=self.pool.k_cache(layer),
+            v_cache=self.pool.v_cache(layer),
+            k=adopt(k)[0],
+            v=adopt(v)[0],
+            states=[(adopt(out), adopt(lse)) for out, lse in states],
+            qo_lens=list(step.qo_lens),
+            kv_lens=list(step.kv_lens),
+            pages=[[int(page) for page in pages] for pages in tensors.placed.pages],
+            causal=case.mask.causal,
+            window=case.mask.window,
+            soft_cap=case.mask.soft_cap,
+            custom_mask=None if tensors.custom is None else [adopt(mask.clone()) for mask in tensors.custom],
+            scale=case.scale,
+            k_scale=case.k_scale,
+            v_scale=case.v_scale,
+        )
+
+    def _states(
+        self, execution: Execution, tensors: StepTensors, index: int, layer: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Partial attention over disjoint keys, rounded as a kernel leaves it; the answer is their exact merge."""
+        case, step = self.question.case, tensors.step
+        rng = np.random.default_rng((case.seed, index, layer))
+        parts = 2 + int(rng.integers(0, 2))
+        seen: list[list[torch.Tensor]] = [[] for _ in range(parts)]
+        for i, r in enumerate(step.requests):
+            custom = None if tensors.custom is None else tensors.custom[i]
+            whole = visible(r.qo_len, r.kv_len, case.mask, custom)
+            owner = torch.from_numpy(np.sort(rng.integers(0, parts, r.kv_len)))
+            for part in range(parts):
+                seen[part].append(whole & (owner == part))
+        base = self.spec.capabilities.lse or "e"
+        rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for part in range(parts):
+            state = paged_attention(
+                tensors.q[layer],
+                tensors.k_all[layer],
+                tensors.v_all[layer],
+                slots=torch.arange(tensors.k_all.shape[1]),
+                qo_lens=step.qo_lens,
+                kv_lens=step.kv_lens,
+                mask=case.mask,
+                scale=case.scale,
+                custom=tuple(seen[part]),
+                k_scale=case.k_scale,
+                v_scale=case.v_scale,
+            )
+            rounded.append((state.out.to(tensors.q.dtype), in_base(state.lse, base).float()))
+        exact = merge_all(
+            [AttentionState(out.double(), _natural(lse.double(), base)) for out, lse in rounded]
+        )
+        whole_answer = self.question.answer(index, layer).state
+        execution.answers[index, layer] = Answer(
+            exact, exact_tolerance(whole_answer.max_score, whole_answer.max_v)
+        )
+        return rounded
+
+
+def _natural(lse: torch.Tensor, base: str) -> torch.Tensor:
+    return lse if base == "e" else lse * float(np.log(2.0))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

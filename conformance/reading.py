@@ -1,0 +1,89 @@
+"""What each query row read, against what it must read; the difference in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from cases.model import Case
+from cases.tensors import StepTensors
+from conformance.decode import OUTSIDE, ReadSpan, visible_keys
+from fakes.recorder import Attended
+from reference.masks import visible
+
+
+def compare(
+    case: Case, tensors: StepTensors, decoded: list[tuple[Attended, ReadSpan]]
+) -> tuple[int, str] | None:
+    """The first row whose keys are not those asked for: its request, and which keys are missing, foreign or double."""
+    ragged = any(attended.layout == "ragged" for attended, _ in decoded)
+    read = _read(decoded)
+    row = 0
+    for request, r in enumerate(tensors.step.requests):
+        custom = None if tensors.custom is None else tensors.custom[request]
+        seen = visible(r.qo_len, r.kv_len, case.mask, custom).numpy()
+        slots = tensors.placed.slots[request]
+        if ragged:
+            slots = np.arange(tensors.tokens.start[request], tensors.tokens.start[request + 1])
+        for i in range(r.qo_len):
+            want = Counter(int(s) for s in slots[seen[i]])
+            for which in "kv":
+                got = read.get((which, row + i), Counter[int]())
+                if got != want:
+                    position = r.kv_len - r.qo_len + i
+                    where = f"row {row + i} (request {request}, position {position})"
+                    return request, f"{where} {_difference(tensors, request, which, got, want, slots)}"
+        row += r.qo_len
+    return None
+
+
+def _read(decoded: list[tuple[Attended, ReadSpan]]) -> dict[tuple[str, int], Counter[int]]:
+    """How often each row reads each slot, for K and for V."""
+    read: dict[tuple[str, int], Counter[int]] = {}
+    for attended, span in decoded:
+        seen = visible_keys(attended, span)
+        for i in range(span.num_rows):
+            for which, slots in (("k", span.k_slots), ("v", span.v_slots)):
+                read.setdefault((which, span.first_row + i), Counter()).update(
+                    int(s) for s in slots[seen[i]]
+                )
+    return read
+
+
+def _difference(
+    tensors: StepTensors, request: int, which: str, got: Counter[int], want: Counter[int], slots: np.ndarray
+) -> str:
+    missing, extra = want - got, got - want
+    where = {int(slot): position for position, slot in enumerate(slots)}
+    parts: list[str] = []
+    if missing:
+        positions = sorted(where[s] for s in missing)
+        parts.append(f"does not read {_positions(positions)}")
+    own = sorted(where[s] for s in extra if s in where and s not in want)
+    if own:
+        parts.append(f"reads {_positions(own)}, which it must not see")
+    double = sorted(where[s] for s in extra if s in want)
+    if double:
+        parts.append(f"reads {_positions(double)} more than once")
+    foreign = sorted(s for s in extra if s not in where)
+    if foreign:
+        owner = _owner(tensors, request, foreign[0])
+        parts.append(f"reads {len(foreign)} keys that are not its own, among them slot {foreign[0]} ({owner})")
+    return f"of {which.upper()} " + ", ".join(parts) if which == "v" else ", ".join(parts)
+
+
+def _positions(positions: list[int]) -> str:
+    if len(positions) == 1:
+        return f"the key at position {positions[0]}"
+    shown = ", ".join(map(str, positions[:4]))
+    return f"{len(positions)} keys (positions {shown}{', ...' if len(positions) > 4 else ''})"
+
+
+def _owner(tensors: StepTensors, request: int, slot: int) -> str:
+    if slot == OUTSIDE:
+        return "outside this layer's pool"
+    for other, slots in enumerate(tensors.placed.slots):
+        if other != request and slot in slots:
+            return f"request {other}'s"
+    return "nobody's"

@@ -1,0 +1,73 @@
+"""One case put to one backend: both executions, and the means to ask again. What every check is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from backends.registry import BackendSpec
+from cases.model import Case
+from cases.tensors import CaseTensors
+from conformance.engine import EngineRun
+from conformance.execution import Execution
+from conformance.kernel import KernelRun
+from conformance.machine import Machine
+from conformance.pool import Pool
+from conformance.question import Answer, Question
+from fakes.recorder import Mode
+
+
+@dataclass(frozen=True)
+class Asker:
+    """A backend on a machine, ready to be asked cases."""
+
+    spec: BackendSpec
+    machine: Machine
+    mode: Mode
+
+    def start(self, question: Question) -> EngineRun:
+        """A new backend object for this case."""
+        run = EngineRun if self.spec.capabilities.level == "engine" else KernelRun
+        return run(question, self.spec, self.machine, self.mode)
+
+    def ask(self, case: Case, tensors: CaseTensors | None = None) -> Execution:
+        """One execution of another case, on a backend object of its own."""
+        return self.start(Question(case, tensors)).execute(nan=self.poisons_with_nan)
+
+    @property
+    def poisons_with_nan(self) -> bool:
+        return not self.spec.capabilities.reads_unowned_slots
+
+
+class Trial:
+    """One case on one backend. `first` and `second` run on the same backend object over differently poisoned pools."""
+
+    def __init__(self, question: Question, asker: Asker) -> None:
+        self.question = question
+        self.asker = asker
+        self.spec = asker.spec
+        self._run = asker.start(question)
+        self.first = self._run.execute(nan=asker.poisons_with_nan)
+        self.second = self._run.execute(nan=False)
+
+    @property
+    def case(self) -> Case:
+        return self.question.case
+
+    @cached_property
+    def third(self) -> Execution:
+        """A further execution over a pool poisoned as for the first."""
+        return self._run.execute(nan=self.asker.poisons_with_nan)
+
+    @cached_property
+    def fresh(self) -> Execution:
+        """The same case on a new backend object."""
+        return self.asker.start(self.question).execute(nan=self.asker.poisons_with_nan)
+
+    def answer(self, step: int, layer: int) -> Answer:
+        own = self.first.answers.get((step, layer))
+        return self.question.answer(step, layer) if own is None else own
+
+    @property
+    def pool(self) -> Pool:
+        return self._run.pool
