@@ -1,0 +1,76 @@
+"""A simulated CUDA device on a CPU: engine code that demands CUDA runs unmodified.
+
+`simulated_cuda()` installs it. This release has the *light* device, which sees what goes through torch's Python
+interface in one thread. It does not see, and raises a clear error for where it can:
+
+- `torch.set_default_device("cuda")`: refused. `with torch.device("cuda"):` works.
+- Other threads: `torch.cuda`'s initialisation, factories on "cuda" and kernels are refused there; a device tensor that
+  another thread only computes with looks like a CPU tensor to it.
+- Bodies of custom operators and of TorchScript functions: factories on "cuda" are refused there; device tensors look
+  like CPU tensors inside, and their results are on the device again.
+- Operators that have a CUDA kernel only: refused.
+- `torch.save`, `pickle` of device tensors and `torch.load` onto "cuda": refused.
+- CUDA graphs, DLPack export, legacy types by name (`t.type("torch.cuda.FloatTensor")`), sparse tensors: refused.
+- `torch.device(0)` and `torch.Generator("cuda")`: torch's own error. One random generator serves host and device.
+- Names that were imported from `torch.cuda` before the simulation began: those answer as without a device.
+- Addresses: memory reached through `data_ptr()` or the storage's own methods is host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from fakes.cuda.interface import (
+    DeviceUnavailable,
+    NotSimulated,
+    Simulation,
+    adopt,
+    current,
+    host,
+    install,
+    kernel,
+    on_device,
+    paused,
+    remove,
+)
+
+__all__ = [
+    "DeviceUnavailable",
+    "NotSimulated",
+    "Simulation",
+    "adopt",
+    "current",
+    "host",
+    "kernel",
+    "on_device",
+    "paused",
+    "simulated_cuda",
+]
+
+
+@contextmanager
+def simulated_cuda(kind: Literal["auto", "light", "full"] = "auto") -> Iterator[Simulation]:
+    """Install a simulated CUDA device for the block, one in a process, and remove every trace of it afterwards.
+
+    `kind`: "light", or "auto" for the best that can be had here; "full" insists on the full device.
+
+    Raises:
+        DeviceUnavailable: That kind cannot be installed: "full" is not part of this release, a real GPU is there.
+        RuntimeError: One is installed already.
+    """
+    if kind not in ("auto", "light", "full"):
+        raise ValueError(f'kind of simulated CUDA device is {kind!r}, must be "auto", "light" or "full"')
+    if kind == "full":
+        raise DeviceUnavailable(
+            'the full simulated CUDA device is not part of this release; ask for "light" or "auto"'
+        )
+    from fakes.cuda.light import LightDevice
+
+    simulation = LightDevice()
+    install(simulation)
+    try:
+        yield simulation
+    finally:
+        remove(simulation)

@@ -1,0 +1,154 @@
+"""The light device: a TorchFunctionMode over CPU tensors whose storages are tagged. Pure Python, any torch build.
+
+It sees what torch shows to such a mode: calls of torch's Python interface in the thread that entered the simulation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from types import EllipsisType
+from typing import Any, ClassVar
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from fakes.cuda import patches, rules
+from fakes.cuda.interface import DeviceUnavailable, Kind, NotSimulated, Simulation
+from fakes.cuda.places import DEVICE, TAG, is_device, place_of, put, put_all, same_storage, tensors_in
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+PLAIN = frozenset(
+    (
+        int,
+        float,
+        bool,
+        complex,
+        str,
+        type(None),
+        slice,
+        EllipsisType,
+        torch.dtype,
+        torch.Size,
+        torch.memory_format,
+    )
+)
+"""Types of arguments that hold no tensor and no device."""
+
+
+class LightMode(TorchFunctionMode):
+    """Gives each torch call its CUDA meaning. Inside `__torch_function__` torch itself turns the mode off."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        rule = rules.RULES.get(func)
+        if rule is None:
+            rule = rules.classify(func)
+        if rule is rules.untouched:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if rule is not rules.follow or kwargs:
+            return rule(func, args, kwargs or {})
+        # What `rules.follow` does, for the usual call: tensors and scalars, all tensors on one side.
+        on_device = on_host = False
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter:
+                if place_of(arg) is DEVICE:
+                    on_device = True
+                else:
+                    on_host = True
+            elif kind not in PLAIN:
+                return rules.follow(func, args, {})
+        if not on_device:
+            return func(*args)
+        if on_host:
+            return rules.follow(func, args, {})
+        try:
+            out = func(*args)
+        except NotImplementedError as error:
+            rules.explain(func, error)
+        if type(out) is Tensor:
+            setattr(out.untyped_storage(), TAG, DEVICE)
+        else:
+            put_all(out)
+        return out
+
+
+class LightDevice(Simulation):
+    """The light device, installed by `open` and removed by `close` through one undo log."""
+
+    kind: ClassVar[Kind] = "light"
+
+    def __init__(self) -> None:
+        self._thread = 0
+        self._mode = LightMode()
+        self._undo = ExitStack()
+
+    def open(self) -> None:
+        if torch.backends.cuda.is_built() and torch.cuda.device_count() > 0:
+            raise DeviceUnavailable(
+                "a CUDA device is not simulated where torch finds a real one; run on it, or hide it with "
+                "CUDA_VISIBLE_DEVICES=''"
+            )
+        if torch.get_default_device().type == "cuda":
+            raise DeviceUnavailable(
+                "the light simulated CUDA device cannot see torch.set_default_device('cuda'); unset it first"
+            )
+        self._thread = threading.get_ident()
+        with ExitStack() as undo:
+            patches.install(undo, seen=self.sees_this_call)
+            _push_mode(self._mode)
+            undo.callback(_remove_mode, self._mode)
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        self._undo.close()
+
+    def sees_this_call(self) -> bool:
+        """Whether torch calls made here, now, go through the mode."""
+        return torch._C._is_torch_function_mode_enabled() and self._mode in _get_current_function_mode_stack()
+
+    def host(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        return put(tensor)
+
+    def on_device(self, tensor: Tensor) -> bool:
+        return is_device(tensor)
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            raise NotSimulated(
+                f"{fn.__qualname__} was called in another thread than the one that entered the simulation; the light "
+                "simulated CUDA device serves that one only"
+            )
+        with torch._C.DisableTorchFunction():
+            out = fn(*args, **kwargs)
+            if out is None:
+                return out
+            given: list[Tensor] | None = None
+            for result in (out,) if isinstance(out, Tensor) else tensors_in((out,)):
+                if not is_device(result):
+                    if given is None:
+                        given = tensors_in(args) + tensors_in(kwargs.values())
+                    if not same_storage(result, given):
+                        put(result)
+        return out
+
+    def paused(self) -> AbstractContextManager[Any]:
+        return torch._C.DisableTorchFunction()
+
+
+def _remove_mode(mode: LightMode) -> None:
+    """Take our mode off the stack, with whatever user code left above it."""
+    if mode in _get_current_function_mode_stack():
+        while _pop_mode() is not mode:
+            pass

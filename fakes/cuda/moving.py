@@ -1,0 +1,167 @@
+"""Functions that choose where their result lives: moves, factories, pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fakes.cuda.interface import NotSimulated
+from fakes.cuda.patches import ordinal
+from fakes.cuda.places import DEVICE, PINNED, TAG, is_device, place_of, put, same_storage, tensors_in
+
+Tensor = torch.Tensor
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+CPU = torch.device("cpu")
+
+
+def _native(device: Any) -> tuple[Any, bool]:
+    """A device in any of torch's forms, as the one to ask torch for, and whether it is the simulated one."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device) and device.type != "cuda":
+        return device, False
+    ordinal(device)
+    return CPU, True
+
+
+def _land(out: Any, on_device: bool, operands: Iterable[Tensor]) -> Any:
+    """Put a result where it belongs; it is copied if it would share the storage of an operand on the other side."""
+    if not isinstance(out, Tensor) or is_device(out) == on_device:
+        return out
+    if out.is_meta:
+        return out
+    if is_device(out) or same_storage(out, operands):
+        out = out.clone()
+    return put(out) if on_device else out
+
+
+def placed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """A function with `device=` or `pin_memory=`. Without a device the result goes where the operands are."""
+    operands = tensors_in(args)
+    kwargs = dict(kwargs)
+    pinned = kwargs.pop("pin_memory", None)
+    if kwargs.get("device") is not None:
+        kwargs["device"], on_device = _native(kwargs["device"])
+    else:
+        on_device = any(map(is_device, operands))
+    if pinned and on_device:
+        raise RuntimeError("Only dense CPU tensors can be pinned")
+    out = _land(func(*args, **kwargs), on_device, operands)
+    return put(out, PINNED) if pinned else out
+
+
+def factory(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """A function whose tensor operands give numbers only, wherever they are: `torch.arange(n)`."""
+    out = kwargs.get("out")
+    if out is not None:
+        if kwargs.get("device") is not None:
+            kwargs = kwargs | {"device": _native(kwargs["device"])[0]}
+        return func(*args, **kwargs)
+    if kwargs.get("device") is None and not kwargs.get("pin_memory"):
+        if "pin_memory" in kwargs:
+            kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+        return func(*args, **kwargs)
+    if kwargs.get("device") is None:
+        kwargs = kwargs | {"device": CPU}
+    return placed(func, args, kwargs)
+
+
+def from_data(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """`torch.tensor`, `as_tensor`, `asarray`: a tensor stays on its device, anything else starts on the CPU."""
+    data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    kwargs = dict(kwargs)
+    pinned = kwargs.pop("pin_memory", None)
+    source = isinstance(data, Tensor) and is_device(data)
+    on_device = source
+    if kwargs.get("device") is not None:
+        kwargs["device"], on_device = _native(kwargs["device"])
+    if pinned and on_device:
+        raise RuntimeError("Only dense CPU tensors can be pinned")
+    out = func(*args, **kwargs)
+    if out.is_meta:
+        return out
+    if on_device != source and func.__name__ != "tensor":  # may share the memory of a tensor or an array
+        out = out.clone()
+    if pinned:
+        return put(out, PINNED)
+    return put(out) if on_device else out
+
+
+def to(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
+    """`to(device)`, `to(dtype)`, `to(other)` with all their keywords, and `type_as(other)`."""
+    tensor = args[0]
+    on_device = is_device(tensor)
+    where = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
+    if isinstance(where, Tensor):
+        on_device = is_device(where)
+    elif where is not None and not isinstance(where, torch.dtype):
+        native, on_device = _native(where)
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": native}
+        else:
+            args = (tensor, native, *args[2:])
+    return _land(func(*args, **kwargs), on_device, (tensor,))
+
+
+def cuda(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
+    ordinal(args[1] if len(args) > 1 else kwargs.get("device"))
+    return _move(args[0], True, kwargs)
+
+
+def cpu(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
+    return _move(args[0], False, kwargs)
+
+
+def _move(tensor: Tensor, on_device: bool, kwargs: Kwargs) -> Tensor:
+    if is_device(tensor) == on_device:
+        return tensor
+    out = tensor.clone(memory_format=kwargs.get("memory_format", torch.preserve_format))
+    return put(out) if on_device else out
+
+
+def type_(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """`type()` names the type; `type(dtype)` converts."""
+    on_device = is_device(args[0])
+    wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
+    if wanted is None:
+        name = func(*args, **kwargs)
+        return name.replace("torch.", "torch.cuda.", 1) if on_device else name
+    if isinstance(wanted, torch.dtype):
+        out = func(*args, **kwargs)
+        return put(out) if on_device else out
+    raise NotSimulated(
+        f"the light simulated CUDA device does not know the legacy tensor type {wanted}; use a dtype and `.to(device)`"
+    )
+
+
+def pin_memory(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
+    tensor = args[0]
+    if is_device(tensor):
+        name = tensor.type().replace("torch.", "torch.cuda.", 1)
+        raise RuntimeError(f"cannot pin '{name}' only dense CPU tensors can be pinned")
+    return tensor if place_of(tensor) is PINNED else put(tensor.clone(), PINNED)
+
+
+def is_pinned(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
+    return place_of(args[0]) is PINNED
+
+
+def set_(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
+    """`set_(source)`: a storage or tensor of the same device."""
+    tensor = args[0]
+    source = args[1] if len(args) > 1 else kwargs.get("source")
+    if source is not None:
+        if isinstance(source, torch.TypedStorage):
+            source = source._untyped_storage
+        there = is_device(source) if isinstance(source, Tensor) else getattr(source, TAG, None) is DEVICE
+        if there != is_device(tensor):
+            names = ("cpu", "cuda:0")
+            raise RuntimeError(
+                f'Attempted to set the storage of a tensor on device "{names[not there]}" to a storage on different '
+                f'device "{names[there]}".  This is no longer allowed; the devices must match.'
+            )
+    return func(*args, **kwargs)

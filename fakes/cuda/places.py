@@ -1,0 +1,79 @@
+"""Where a tensor lives, in the light device: a tag on the Python object of its storage.
+
+All views share the storage object, and torch keeps that one object for as long as the storage lives, whoever holds it
+(measured on torch 2.13; `test_places.py` holds torch to it). So views, `detach`, `.data` and parameters keep the tag
+by themselves, and memory that is reused comes with a new object and no tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fakes.cuda.interface import NotSimulated
+
+TAG = "simulated_place"
+DEVICE = "cuda"
+PINNED = "pinned"
+
+Tensor = torch.Tensor
+
+
+def place_of(tensor: Tensor) -> str | None:
+    """DEVICE, PINNED, or None for ordinary host memory. Tensors without a storage are on the host."""
+    try:
+        return getattr(tensor.untyped_storage(), TAG, None)
+    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have none
+        return None
+
+
+def is_device(tensor: Tensor) -> bool:
+    return place_of(tensor) is DEVICE
+
+
+def put(tensor: Tensor, place: str = DEVICE) -> Tensor:
+    """Tag the storage of a tensor.
+
+    Raises:
+        NotSimulated: It has none (sparse layouts).
+    """
+    try:
+        setattr(tensor.untyped_storage(), TAG, place)
+    except (NotImplementedError, RuntimeError) as error:
+        raise NotSimulated(
+            f"the light simulated CUDA device holds strided tensors only, not one with layout {tensor.layout}"
+        ) from error
+    return tensor
+
+
+def put_all(result: Any) -> None:
+    """Tag every tensor in the result of a device operation (tuples, lists and dicts, nested)."""
+    if isinstance(result, Tensor):
+        put(result)
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            put_all(item)
+    elif isinstance(result, dict):
+        for item in result.values():
+            put_all(item)
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments, in order, those in nested tuples, lists and dicts too."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += tensors_in(value)
+        elif isinstance(value, dict):
+            found += tensors_in(value.values())
+    return found
+
+
+def same_storage(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    """Whether a tensor lives in the storage of one of the others."""
+    storage = tensor.untyped_storage()
+    return any(other.untyped_storage() is storage for other in others)
