@@ -1,0 +1,38 @@
+"""One case, one backend, one verdict: the whole flow on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from conformance.checks import CHECKS
+from conformance.outcome import Finding, Outcome, Verdict, ordered
+from conformance.question import Question
+from conformance.support import unsupported
+from conformance.trial import Asker, Trial
+
+
+def examine(question: Question, asker: Asker, checks: Collection[str] | None = None) -> Verdict:
+    """Ask a backend one case, run every check (or those named) on what it did, and judge."""
+    why = unsupported(question.case, asker.spec.capabilities, asker.mode)
+    if why is not None:
+        return Verdict(backend=asker.spec.name, digest=question.digest, outcomes={}, unsupported=why)
+    trial = Trial(question, asker)
+    outcomes: dict[str, Outcome] = {}
+    findings: list[Finding] = []
+    for name, check in CHECKS.items():
+        if checks is not None and name not in checks:
+            continue
+        found = check(trial)
+        if found is None:
+            continue
+        outcomes[name] = _outcome(found)
+        findings += found
+    return Verdict(
+        backend=asker.spec.name, digest=question.digest, outcomes=outcomes, findings=tuple(ordered(findings))
+    )
+
+
+def _outcome(found: list[Finding]) -> Outcome:
+    if not found:
+        return Outcome.PASSED
+    return Outcome.MISMATCH if any(f.outcome is Outcome.MISMATCH for f in found) else found[0].outcome

@@ -1,0 +1,73 @@
+"""Sets up a run: libraries chosen, backends resolved, devices opened; all of it undone at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+
+from backends.libraries import DISTRIBUTIONS, Answer, LibraryError, LibraryKind, answered, use
+from backends.registry import BackendSpec, resolve
+from conformance.machine import Machine
+from conformance.trial import Asker
+from fakes import cuda
+from fakes.recorder import Mode
+
+
+class Session:
+    """Backends by name, ready to be asked. A context manager; one at a time in a process.
+
+    Args:
+        names: backends as `backends.registry.resolve` takes them.
+        library: "fake" or "real": which kind of kernel library answers.
+        mode: how the fakes behave (`fakes.recorder`).
+        device_sim: which simulated device: "auto", "light" or "full".
+
+    Raises:
+        BackendError, LibraryError: a name or a library that cannot be had, in one sentence.
+        fakes.cuda.DeviceUnavailable: the simulated device cannot be had.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        library: LibraryKind = "fake",
+        mode: Mode = "strict",
+        device_sim: str = "auto",
+    ) -> None:
+        if library == "real":
+            use(library, DISTRIBUTIONS)
+            raise LibraryError(
+                "real libraries run on a GPU, and this release asks none: use --library fake for a CPU verdict"
+            )
+        use(library, DISTRIBUTIONS)
+        self.mode: Mode = mode
+        self._device_sim = device_sim
+        self.specs: list[BackendSpec] = [resolve(name) for name in names]
+        self.askers: list[Asker] = []
+        self.libraries: dict[str, Answer] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Session:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # two threads made small cases 12 times slower
+        self._stack.callback(torch.set_num_threads, threads)
+        simulated: Machine | None = None
+        for spec in self.specs:
+            if spec.capabilities.library and simulated is None:
+                simulation = self._stack.enter_context(cuda.simulated_cuda(self._device_sim))
+                self._stack.enter_context(cuda.paused())
+                simulated = Machine(simulation)
+            machine = simulated if spec.capabilities.library and simulated else Machine(None)
+            self.askers.append(Asker(spec, machine, self.mode))
+        self.libraries = answered()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self.libraries = answered()
