@@ -1,7 +1,7 @@
 """Names of backends: built-in, announced by an entry point, hybrid, or given as `pkg.mod:Class`.
 
-Nothing is imported before it is asked for, and nothing falls back: a name that leads to no complete backend is
-a `BackendError`.
+Nothing is imported before it is asked for, and nothing falls back: a name that leads to no complete backend
+is a `BackendError`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from backends.contract import Capabilities, EngineContext
@@ -57,7 +57,7 @@ class BackendSpec:
 
 def names() -> list[str]:
     """Every name that `resolve` knows without being told a module; hybrids of them come on top."""
-    return [*BUILT_IN, *sorted(_announced())]
+    return [*BUILT_IN, *sorted(_announced().keys() - BUILT_IN.keys())]
 
 
 def resolve(name: str) -> BackendSpec:
@@ -118,11 +118,11 @@ def capabilities_of(cls: type) -> Capabilities:
 
 
 def _resolve_one(name: str) -> BackendSpec:
-    if name in BUILT_IN:
-        return _load(name, BUILT_IN[name])
-    announced = _announced()
-    if name in announced:
-        return _load(name, announced[name].value.partition("[")[0].strip())
+    targets = ([BUILT_IN[name]] if name in BUILT_IN else []) + _announced().get(name, [])
+    if len(targets) > 1:
+        raise BackendError(f"backend {name!r} is ambiguous: {' and '.join(targets)} both have that name")
+    if targets:
+        return _load(name, targets[0])
     if ":" in name and not name.startswith("kernel:"):
         return _load(name, name)
     known = names()
@@ -131,15 +131,14 @@ def _resolve_one(name: str) -> BackendSpec:
     raise BackendError(f"unknown backend {name!r}{hint} (known: {', '.join(known)}, or pkg.mod:Class)")
 
 
-def _announced() -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
+def _announced() -> dict[str, list[str]]:
+    """Name -> every "module:Class" that an installed package announces under it."""
+    found: dict[str, list[str]] = {}
     for point in entry_points(group=ENTRY_POINTS):
-        earlier = BUILT_IN.get(point.name) or (found[point.name].value if point.name in found else None)
-        if earlier not in (None, point.value):
-            raise BackendError(
-                f"entry point {point.name!r} of {ENTRY_POINTS} is {point.value}, but {earlier} has that name"
-            )
-        found[point.name] = point
+        targets = found.setdefault(point.name, [])
+        target = point.value.partition("[")[0].strip()
+        if target not in targets:
+            targets.append(target)
     return found
 
 
