@@ -13,10 +13,7 @@ from cases.tensors import StepTensors
 from conformance.engine import EngineRun, fused, receive
 from conformance.execution import Execution, Failure, LayerRun, StepRun
 from conformance.question import Answer
-from reference.attention import AttentionState, paged_attention
-from reference.budget import exact_tolerance
-from reference.masks import visible
-from reference.merge import in_base, merge_all
+from reference import AttentionState, exact_tolerance, from_base, merge_all, paged_attention, to_base, visible
 
 __all__ = ["KernelRun"]
 
@@ -110,19 +107,15 @@ class KernelRun(EngineRun):
                 k_scale=case.k_scale,
                 v_scale=case.v_scale,
             )
-            rounded.append((state.out.to(tensors.q.dtype), in_base(state.lse, base).float()))
+            rounded.append((state.out.to(tensors.q.dtype), to_base(state.lse, base).float()))
         exact = merge_all(
-            [AttentionState(out.double(), _natural(lse.double(), base)) for out, lse in rounded]
+            [AttentionState(out.double(), from_base(lse.double(), base)) for out, lse in rounded]
         )
         whole_answer = self.question.answer(index, layer).state
         execution.answers[index, layer] = Answer(
             exact, exact_tolerance(whole_answer.max_score, whole_answer.max_v)
         )
         return rounded
-
-
-def _natural(lse: torch.Tensor, base: str) -> torch.Tensor:
-    return lse if base == "e" else lse * float(np.log(2.0))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

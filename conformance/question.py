@@ -10,9 +10,7 @@ import torch
 from cases.codec import digest
 from cases.model import Case
 from cases.tensors import CaseTensors, StepTensors, materialise
-from reference.attention import AttentionState, paged_attention
-from reference.budget import Budget, error_budget, exact_tolerance
-from reference.twin import low_precision
+from reference import AttentionState, Budget, error_budget, exact_tolerance, low_precision, paged_attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from cases.model import Case
 from cases.tensors import StepTensors
 from conformance.decode import OUTSIDE, ReadSpan, visible_keys
 from fakes.recorder import Attended
-from reference.masks import visible
+from reference import visible
 
 
 def compare(

@@ -14,7 +14,7 @@ from conformance.compare import describe, elements, tensor_fault
 from conformance.execution import LayerRun
 from conformance.outcome import Finding
 from conformance.trial import Trial
-from reference.merge import in_base
+from reference import to_base
 
 NAME = "lse"
 SENTINEL = -1.0e4
@@ -39,7 +39,7 @@ def _layer(trial: Trial, handed: LayerRun, step: int, layer: int) -> list[Findin
         return [Finding(check=NAME, step=step, layer=layer, message=fault or "the LSE is missing")]
     answer = trial.answer(step, layer)
     base = capabilities.lse or "e"
-    want = in_base(answer.state.lse, base).numpy()
+    want = to_base(answer.state.lse, base).numpy()
     exact = handed.exact_lse is not None
     got = handed.exact_lse if handed.exact_lse is not None else handed.lse_values.double().numpy()
     empty = np.isneginf(want)

@@ -19,7 +19,7 @@ from conformance.fields import wrong_fields
 from conformance.outcome import Finding
 from conformance.trial import Trial
 from fakes.recorder import Attended, Call
-from reference.masks import visible
+from reference import visible
 
 NAME = "metadata"
 

@@ -16,7 +16,6 @@ from conformance.outcome import Finding
 from conformance.relate import RELATIONS, Related
 from conformance.support import unsupported
 from conformance.trial import Trial
-from reference.budget import allowed
 
 NAME = "relations"
 DRAWN_FROM = 2 * len(RELATIONS)
@@ -63,8 +62,7 @@ def _compare(trial: Trial, related: Related, handed: LayerRun, step: int, layer:
         return [Finding(check=NAME, layer=layer, request=int(request[row]), message=message)]
     if not trial.spec.capabilities.bit_equal:
         return []
-    before = original.values.numpy() if original.values.dtype != _BF16 else original.values.float().numpy()
-    after = handed.values.numpy() if handed.values.dtype != _BF16 else handed.values.float().numpy()
+    before, after = original.values.double().numpy(), handed.values.double().numpy()
     different = np.flatnonzero((before[rows] != after).reshape(len(rows), -1).any(axis=1))
     if not len(different):
         return []
@@ -80,4 +78,4 @@ def _wrong(trial: Trial, handed: LayerRun, rows: np.ndarray, layer: int) -> Wron
         return elements(handed.exact, want, answer.exact_tolerance)
     if handed.values is None:
         return None
-    return elements(handed.values.double().numpy(), want, allowed(trial.question.budget(0, layer), want))
+    return elements(handed.values.double().numpy(), want, np.asarray(trial.question.budget(0, layer).max_abs)[rows])

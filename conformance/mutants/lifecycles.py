@@ -1,0 +1,161 @@
+"""Faults of order: plans that are missing, stale or repeated; keys read before they are stored; options that stick."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.mutants.mutant import mutant
+
+
+@mutant(
+    "plan_once_per_layer",
+    base="fi",
+    check="lifecycle",
+    why="plan is called again in every layer",
+    issue="seed 000",
+    tokens=1,
+)
+def _(cls: type[Any]) -> type[Any]:
+    class PlansAgain(cls):
+        def _plan_once(self, metadata: Any) -> None:
+            metadata.initialized = False
+            super()._plan_once(metadata)
+
+    return PlansAgain
+
+
+@mutant(
+    "plan_missing",
+    base="fi",
+    check="lifecycle",
+    why="only the first batch that a wrapper sees is planned",
+    issue="seed 003",
+    requests=2,
+    tokens=2,
+)
+def _(cls: type[Any]) -> type[Any]:
+    class PlansFirstBatchOnly(cls):
+        def _plan_once(self, metadata: Any) -> None:
+            wrappers = self.__dict__.setdefault("planned", [])
+            if any(metadata.wrapper is w for w in wrappers):
+                return
+            super()._plan_once(metadata)
+            wrappers.append(metadata.wrapper)
+
+    return PlansFirstBatchOnly
+
+
+@mutant(
+    "stale_plan",
+    base="fi",
+    check="lifecycle",
+    why="a batch of the size of the last one runs on the last one's plan",
+    issue="flashinfer#2236",
+    requests=2,
+    tokens=2,
+)
+def _(cls: type[Any]) -> type[Any]:
+    class ReplansOnOtherSize(cls):
+        def _plan_once(self, metadata: Any) -> None:
+            key = (id(metadata.wrapper), metadata.cu_seqlens_q_cpu.shape[0], int(metadata.cu_seqlens_q_cpu[-1]))
+            if self.__dict__.get("last") == key:
+                return
+            self.last = key
+            super()._plan_once(metadata)
+
+    return ReplansOnOtherSize
+
+
+@mutant(
+    "dtype_of_another_plan",
+    base="fi",
+    check="values",
+    why="plan is told float16 whatever q holds",
+    issue="seed 003",
+    tokens=1,
+)
+def _(cls: type[Any]) -> type[Any]:
+    class AlwaysHalf(cls):
+        def __init__(self, engine: Any) -> None:
+            import torch
+
+            super().__init__(engine)
+            self.plan_options |= {"q_data_type": torch.float16}
+
+    return AlwaysHalf
+
+
+@mutant(
+    "kv_stored_after_read",
+    base="fa",
+    check="lifecycle",
+    why="K and V are stored after the kernel has read the pool",
+    issue="seed 002",
+    tokens=1,
+)
+def _(cls: type[Any]) -> type[Any]:
+    class StoresLast(cls):
+        def _attend(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any, **kw: Any) -> Any:
+            pool = self.kv_pool
+            self.kv_pool = _ReadOnly(pool)
+            try:
+                return super()._attend(q, k, v, layer_id, batch, **kw)
+            finally:
+                self.kv_pool = pool
+                pool.store_kv(k, v, batch.out_loc, layer_id)
+
+    return StoresLast
+
+
+class _ReadOnly:
+    def __init__(self, pool: Any) -> None:
+        self.k_cache = pool.k_cache
+        self.v_cache = pool.v_cache
+
+    def store_kv(self, *_: Any) -> None:
+        pass
+
+
+@mutant(
+    "read_before_write",
+    base="torch",
+    check="poison",
+    why="the slots of new tokens are read before they are written",
+    issue="sglang#26513",
+    tokens=1,
+)
+def _(cls: type[Any]) -> type[Any]:
+    class StoresLast(cls):
+        def forward(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any) -> Any:
+            pool = self.kv_pool
+            self.kv_pool = _ReadOnly(pool)
+            try:
+                return super().forward(q, k, v, layer_id, batch)
+            finally:
+                self.kv_pool = pool
+                pool.store_kv(k, v, batch.out_loc, layer_id)
+
+    return StoresLast
+
+
+@mutant(
+    "metadata_of_the_first_batch",
+    base="fa",
+    check="metadata",
+    why="the page table of the first batch is kept for every later batch of the same size",
+    issue="sglang#26957",
+    requests=2,
+    tokens=4,
+)
+def _(cls: type[Any]) -> type[Any]:
+    from dataclasses import replace
+
+    class KeepsTable(cls):
+        def prepare_metadata(self, batch: Any) -> None:
+            super().prepare_metadata(batch)
+            metadata = batch.attn_metadata
+            kept = self.__dict__.setdefault("tables", {})
+            table = kept.setdefault(tuple(metadata.page_table.shape), metadata.page_table)
+            batch.attn_metadata = replace(metadata, page_table=table)
+
+    return KeepsTable
