@@ -115,9 +115,7 @@ class Sequences:
 
     def new(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v of the new tokens, request after request, on the engine's device."""
-        parts = zip(
-            *([x[c:] for x in qkv] for (c, _), qkv in zip(self.lengths, self.qkv, strict=True)), strict=True
-        )
+        new = [[x[c:] for x in qkv] for (c, _), qkv in zip(self.lengths, self.qkv, strict=True)]
         q, k, v = (torch.cat(part).to(self.engine.device) for part in zip(*new, strict=True))
         return q, k, v
 
