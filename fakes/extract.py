@@ -161,7 +161,8 @@ class _Package:
 
     def _members(self, module: str) -> Iterator[tuple[str, str, Any]]:
         """Name, defining or importing module, object; wildcard imports are followed."""
-        for name, value in self.module(module).members.items():
+        members: dict[str, Any] = self.module(module).members
+        for name, value in members.items():
             if value.is_alias and value.wildcard:
                 yield from self._members(value.target_path.removesuffix(".*"))
             else:

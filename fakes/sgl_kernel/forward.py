@@ -1,0 +1,133 @@
+"""FlashAttention 3's forward operator, which both entry points of `flash_attn` call.
+
+Sources: the operator's messages as they stand in sglang-kernel 0.4.6's binary; its public C++ entry point for
+the order of checks and for how windows and lengths are simplified; measurements on a GPU where the contract
+says so.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fakes import attend, cuda
+from fakes.recorder import Attended, Call, Span
+from fakes.sgl_kernel import append, checks, readings
+from fakes.sgl_kernel.arguments import Forward, Shape
+from fakes.sgl_kernel.masking import Visible, visible
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+_ROUNDS_TO = {torch.float8_e4m3fn: torch.bfloat16}
+
+
+def forward(args: Forward, call: Call | None) -> Results:
+    """Check, read, attend, round.
+
+    Returns:
+        out and LSE (float32, natural log, `[heads, rows]`, or `[batch, heads, rows]` without `cu_seqlens_q`),
+        then the split buffers: None unless `num_splits` asks for more than one.
+
+    Raises:
+        RuntimeError: what the operator refuses, in its words.
+        UndefinedRead: `cu_seqlens_q` leads past the rows of q.
+    """
+    shape = checks.check(args)
+    mask = visible(
+        args.causal,
+        args.window,
+        seqlen_q=shape.seqlen_q,
+        seqlen_k=shape.seqlen_k,
+        head_dim=shape.dim,
+        paged=args.page_table is not None,
+    )
+    rows = args.q.shape[0] if args.cu_seqlens_q is not None else shape.batch * shape.seqlen_q
+    checks.check_scheduler(args, shape, mask)
+    bounds = readings.query_bounds(args, shape, rows)
+    lens = readings.key_lengths(args, shape)
+    readings.planned_lengths(args, shape, lens)
+    reading = (readings.keys if args.k_new is None else append.append)(args, shape, lens)
+    spans = tuple(Span(*bound, slots) for bound, slots in zip(bounds, reading.slots, strict=True))
+    q = cuda.host(args.q)
+    flat_q = q if args.cu_seqlens_q is not None else q.reshape(rows, shape.heads, shape.dim)
+    if call is not None:
+        call.attended = Attended(
+            q=flat_q,
+            k=cuda.host(args.k),
+            v=cuda.host(args.v),
+            layout=reading.layout,
+            page_size=reading.page_size,
+            spans=spans,
+            causal=mask.causal,
+            window_left=mask.left,
+            window_right=-1 if mask.causal else mask.right,
+            soft_cap=args.soft_cap,
+            scale=args.scale,
+        )
+    if args.k.numel() == 0 and rows:
+        # The launch is skipped: zeros, and an LSE of the other sign than an empty request's beside others.
+        exact, exact_lse = np.zeros((rows, shape.heads, shape.dim_v)), np.full((rows, shape.heads), np.inf)
+    else:
+        exact, exact_lse = _attend(args, shape, flat_q, spans, reading, mask)
+    if args.cu_seqlens_q is None:
+        exact = exact.reshape(shape.batch, shape.seqlen_q, shape.heads, shape.dim_v)
+        exact_lse = exact_lse.reshape(shape.batch, shape.seqlen_q, shape.heads).transpose(0, 2, 1)
+    else:
+        exact_lse = exact_lse.T
+    out_dtype = _ROUNDS_TO.get(args.q.dtype, args.q.dtype)
+    if args.out is None:
+        out = attend.rounded(exact, out_dtype)
+    else:
+        out = attend.rounded(exact, out_dtype, cuda.host(args.out), attend.uncovered(spans, rows))
+    lse = attend.rounded(np.ascontiguousarray(exact_lse), torch.float32)
+    if args.num_splits <= 1:
+        return out, lse, None, None
+    # Scratch of the split kernel, handed out by the operator.
+    parts = (args.num_splits, *lse.shape)
+    return out, lse, torch.full((*parts, shape.dim_v), torch.nan), torch.full(parts, torch.nan)
+
+
+def _attend(
+    args: Forward,
+    shape: Shape,
+    q: torch.Tensor,
+    spans: tuple[Span, ...],
+    reading: readings.Keys,
+    mask: Visible,
+) -> tuple[np.ndarray, np.ndarray]:
+    lost = reading.lost
+    if lost:
+        nothing = np.empty(0, dtype=np.int64)
+        spans = tuple(Span(s.q_start, s.q_end, nothing) if i in lost else s for i, s in enumerate(spans))
+    k_scale, v_scale = _scales(args, shape)
+    out, lse = attend.attend(
+        q,
+        cuda.host(args.k),
+        cuda.host(args.v),
+        spans,
+        layout=reading.layout,
+        scale=args.scale,
+        causal=mask.causal,
+        window_left=mask.left,
+        window_right=mask.right,
+        soft_cap=max(args.soft_cap, 0.0),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sinks=None if args.sinks is None else cuda.host(args.sinks).to(torch.float64).numpy(),
+    )
+    for index in lost:  # keys from outside the pool: no error, no number
+        out[spans[index].q_start : spans[index].q_end] = np.nan
+        lse[spans[index].q_start : spans[index].q_end] = -np.inf
+    return out, lse
+
+
+def _scales(args: Forward, shape: Shape) -> tuple[float | np.ndarray, float | np.ndarray]:
+    """Descaling of keys (with that of q) and values; both are ignored unless q itself is fp8."""
+    if args.q.dtype != torch.float8_e4m3fn:
+        return 1.0, 1.0
+    ones = np.ones((shape.batch, shape.heads_k))
+    q, k, v = (
+        ones if scale is None else cuda.host(scale).to(torch.float64).numpy()
+        for scale in (args.q_descale, args.k_descale, args.v_descale)
+    )
+    return q * k, v

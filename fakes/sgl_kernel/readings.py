@@ -1,0 +1,264 @@
+"""How FlashAttention 3 reads its index arrays, whatever they hold, and what strict mode says about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from fakes import cuda, modes
+from fakes.sgl_kernel.arguments import Forward, Shape
+from fakes.sgl_kernel.findings import find, strict
+
+UNREADABLE = -(1 << 31)
+"""Stands for a page number that lies behind all memory of its table."""
+
+_SQUARE = 1 << 14
+"""Slots that are read for nothing rather than going request by request."""
+
+
+@dataclass(slots=True)
+class Keys:
+    """Where keys are read.
+
+    `slots`: int64 per request, `page * page_size + offset`, or a row of k. `lost`: requests whose keys are
+    not all in the cache; the kernel reads foreign memory for them without a word.
+    """
+
+    layout: str
+    page_size: int
+    slots: list[np.ndarray]
+    lost: set[int] = field(default_factory=set[int])
+
+
+def query_bounds(args: Forward, shape: Shape, rows: int) -> list[tuple[int, int]]:
+    """First row and row after the last of each request.
+
+    Raises:
+        UndefinedRead: the array leads out of q.
+    """
+    if args.cu_seqlens_q is None:
+        step = shape.seqlen_q
+        return [(i * step, (i + 1) * step) for i in range(shape.batch)]
+    edges = cuda.host(args.cu_seqlens_q).numpy().tolist()
+    if strict():
+        _check_edges("cu_seqlens_q", edges, rows, "q")
+        longest = max((b - a for a, b in pairwise(edges)), default=0)
+        if shape.seqlen_q < longest:
+            find(
+                "fa.max_seqlen_q.short",
+                "max_seqlen_q",
+                f"max_seqlen_q is {shape.seqlen_q}, the longest request has {longest} rows: the mask is "
+                "simplified by what it says",
+            )
+    starts, stops = edges[:-1], edges[1:]
+    if args.seqused_q is not None:
+        used = cuda.host(args.seqused_q).numpy().tolist()
+        stops = [start + count for start, count in zip(starts, used, strict=True)]
+    for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        if stop > start and (start < 0 or stop > rows):
+            raise modes.UndefinedRead(
+                f"cu_seqlens_q gives request {index} the rows {start} to {stop - 1}, q has {rows}"
+            )
+    return [(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True)]
+
+
+def key_lengths(args: Forward, shape: Shape) -> np.ndarray:
+    """Keys of each request before any are appended, int64 `[batch]`; the kernel takes less than 0 for 0."""
+    if args.seqused_k is not None:
+        lens = cuda.host(args.seqused_k).numpy().astype(np.int64)
+    elif args.cu_seqlens_k is not None:
+        lens = np.diff(cuda.host(args.cu_seqlens_k).numpy().astype(np.int64))
+    else:
+        return np.full(shape.batch, shape.seqlen_k, dtype=np.int64)
+    if len(lens) and lens.min() < 0:
+        if args.seqused_k is not None:
+            for index in np.flatnonzero(lens < 0).tolist():
+                message = f"{args.lens_name}[{index}] is {lens[index]}, must not be negative"
+                find("fa.lengths.negative", args.lens_name, message, index)
+        lens = np.maximum(lens, 0)
+    return lens
+
+
+def planned_lengths(args: Forward, shape: Shape, lens: np.ndarray) -> None:
+    """Strict: the scheduler's metadata must have been made for these lengths."""
+    if args.scheduler_metadata is None or not strict():
+        return
+    at = -(-shape.batch // 4) * 4
+    planned = cuda.host(args.scheduler_metadata).numpy()[at : at + shape.batch]
+    if (planned != lens).any():
+        find(
+            "fa.scheduler_metadata.stale",
+            "scheduler_metadata",
+            f"scheduler_metadata was made for lengths {planned.tolist()}, this call has {lens.tolist()}",
+            kind="order",
+        )
+
+
+def keys(args: Forward, shape: Shape, lens: np.ndarray) -> Keys:
+    """Where the keys of every request are read."""
+    if args.page_table is not None:
+        return _paged(args, args.page_table, lens)
+    if args.cu_seqlens_k is not None:
+        return _ragged(args, args.cu_seqlens_k, lens)
+    return _dense(args, shape, lens)
+
+
+def paged_slots(
+    table: torch.Tensor,
+    lens: np.ndarray,
+    page_size: int,
+    num_pages: int,
+    *,
+    rule: str,
+    name: str,
+    lens_name: str,
+    rows: np.ndarray | None = None,
+) -> Keys:
+    """Keys in pages. `rows`: the table row of each request, where it is not its own.
+
+    Columns past a request's pages are not read. A request with more pages than columns reads on in memory.
+    """
+    host = cuda.host(table)
+    pages = host.numpy()
+    width = pages.shape[1]
+    if rows is not None:
+        pages = pages[rows]
+    needed = -(-lens // page_size)
+    if len(lens) and int(needed.max()) > width:
+        pages = _read_on(host, pages, rows, needed)
+        for index in np.flatnonzero(needed > width).tolist():
+            find(
+                f"{rule}.{name}.narrow",
+                name,
+                f"{lens_name}[{index}] is {lens[index]}, which takes {needed[index]} pages of {page_size}; "
+                f"{name} has {width} columns: the rest is read from behind the row",
+                index,
+            )
+    slots = _flattened(pages, lens, needed, page_size)
+    stops = np.cumsum(lens).tolist()
+    found = Keys("NHD", page_size, [slots[a:b] for a, b in pairwise([0, *stops])])
+    if len(slots) and (int(slots.min()) < 0 or int(slots.max()) >= num_pages * page_size):
+        for index, count in enumerate(needed.tolist()):
+            outside = np.flatnonzero((pages[index, :count] < 0) | (pages[index, :count] >= num_pages))
+            if len(outside):
+                found.lost.add(index)
+                at = int(outside[0])
+                if at < width:
+                    message = _outside(name, index, at, int(pages[index, at]), num_pages, page_size)
+                    find(f"{rule}.{name}.range", name, message, index)
+    return found
+
+
+def _flattened(pages: np.ndarray, lens: np.ndarray, needed: np.ndarray, page_size: int) -> np.ndarray:
+    """Slots of all requests, one behind the other."""
+    widest = int(needed.max()) if len(needed) else 0
+    offset = _offsets(page_size)
+    if len(lens) * widest * page_size <= 4 * int(lens.sum()) + _SQUARE:
+        square = pages[:, :widest, None].astype(np.int64) * page_size + offset
+        return square.reshape(len(lens), -1)[np.arange(widest * page_size) < lens[:, None]]
+    rows = [
+        (row[:count, None].astype(np.int64) * page_size + offset).reshape(-1)[:length]
+        for row, count, length in zip(pages, needed.tolist(), lens.tolist(), strict=True)
+    ]
+    return np.concatenate(rows)
+
+
+@lru_cache
+def _offsets(page_size: int) -> np.ndarray:
+    return np.arange(page_size)
+
+
+def _outside(name: str, row: int, column: int, page: int, num_pages: int, page_size: int) -> str:
+    message = f"{name}[{row}, {column}] is {page}, the pool has {num_pages} pages"
+    if page_size > 1 and page > 0 and page % page_size == 0 and page // page_size < num_pages:
+        likely = (
+            f"it looks like a token location; divide by page_size {page_size} to get page {page // page_size}"
+        )
+        return f"{message}: {likely}"
+    return f"{message}: it must be 0 to {num_pages - 1}"
+
+
+def _read_on(
+    table: torch.Tensor, pages: np.ndarray, rows: np.ndarray | None, needed: np.ndarray
+) -> np.ndarray:
+    """The table's rows as wide as the kernel reads them: what follows in memory, if anything."""
+    base = table.storage_offset()
+    held = table.untyped_storage().nbytes() // table.element_size() - base
+    memory = table.as_strided((held,), (1,), base).numpy()
+    wide = np.full((len(pages), int(needed.max())), UNREADABLE, dtype=np.int64)
+    for index in range(len(pages)):
+        start = (index if rows is None else int(rows[index])) * table.stride(0)
+        there = memory[start : start + wide.shape[1]]
+        wide[index, : len(there)] = there
+    return wide
+
+
+def _paged(args: Forward, table: torch.Tensor, lens: np.ndarray) -> Keys:
+    rows = None
+    if args.kv_batch_idx is not None:
+        rows = _batch_rows(args.kv_batch_idx, table.shape[0], "rows of page_table")
+    return paged_slots(
+        table,
+        lens,
+        args.k.shape[1],
+        args.k.shape[0],
+        rule="fa",
+        name="page_table",
+        lens_name=args.lens_name,
+        rows=rows,
+    )
+
+
+def _dense(args: Forward, shape: Shape, lens: np.ndarray) -> Keys:
+    """One row of the cache per request: a page as long as the cache is."""
+    size = args.k.shape[1]
+    rows = np.arange(shape.batch)
+    if args.kv_batch_idx is not None:
+        rows = _batch_rows(args.kv_batch_idx, args.k.shape[0], "rows of the cache")
+    found = Keys("NHD", size, [])
+    for index, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
+        found.slots.append(np.arange(row * size, row * size + length))
+        if length > size:
+            found.lost.add(index)
+            message = f"{args.lens_name}[{index}] is {length}, the cache holds {size} tokens a request"
+            find("fa.lengths.capacity", args.lens_name, message, index)
+    return found
+
+
+def _batch_rows(kv_batch_idx: torch.Tensor, count: int, what: str) -> np.ndarray:
+    rows = cuda.host(kv_batch_idx).numpy().astype(np.int64)
+    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= count):
+        raise modes.UndefinedRead(f"cache_batch_idx is {rows.tolist()}, there are {count} {what}")
+    return rows
+
+
+def _ragged(args: Forward, cu_seqlens_k: torch.Tensor, lens: np.ndarray) -> Keys:
+    edges = cuda.host(cu_seqlens_k).numpy().tolist()
+    total = args.k.shape[0]
+    if strict():
+        _check_edges("cu_seqlens_k", edges, total, "k")
+    found = Keys("ragged", 1, [])
+    for index, (start, length) in enumerate(zip(edges[:-1], lens.tolist(), strict=True)):
+        found.slots.append(np.arange(start, start + length))
+        if length and (start < 0 or start + length > total):
+            found.lost.add(index)
+    return found
+
+
+def _check_edges(name: str, edges: list[int], rows: int, what: str) -> None:
+    """Strict: an array of running sums starts at 0, does not fall, and ends at the last row."""
+    if edges[0] != 0:
+        find(f"fa.{name}.start", name, f"{name}[0] is {edges[0]}, must be 0: is the leading 0 missing?")
+    for index, (before, after) in enumerate(pairwise(edges)):
+        if after < before:
+            message = (
+                f"{name}[{index + 1}] is {after}, below {name}[{index}], which is {before}: it must not fall"
+            )
+            find(f"fa.{name}.falls", name, message, index)
+    if edges[-1] != rows:
+        fate = "the rows behind are not used" if edges[-1] < rows else "rows behind the last are read"
+        find(f"fa.{name}.rows", name, f"{name}[-1] is {edges[-1]}, {what} has {rows} rows: {fate}")
