@@ -19,11 +19,11 @@ R = TypeVar("R")
 Kind = Literal["light", "full"]
 
 
-class DeviceUnavailable(RuntimeError):
+class DeviceUnavailable(RuntimeError):  # noqa: N818
     """This simulated device cannot be installed here; the message says why."""
 
 
-class NotSimulated(NotImplementedError):
+class NotSimulated(NotImplementedError):  # noqa: N818
     """The installed device does not simulate what was asked for; the message names what and which one would."""
 
 

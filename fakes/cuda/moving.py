@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from fakes.cuda.devices import ordinal
 from fakes.cuda.interface import NotSimulated
-from fakes.cuda.patches import ordinal
 from fakes.cuda.places import DEVICE, PINNED, TAG, is_device, place_of, put, same_storage, tensors_in
 
 Tensor = torch.Tensor
@@ -16,8 +17,10 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 CPU = torch.device("cpu")
+_NAMES = ("cpu", "cuda:0")
 
 
+@lru_cache(maxsize=64)
 def _native(device: Any) -> tuple[Any, bool]:
     """A device in any of torch's forms, as the one to ask torch for, and whether it is the simulated one."""
     if isinstance(device, str):
@@ -56,18 +59,24 @@ def placed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 def factory(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """A function whose tensor operands give numbers only, wherever they are: `torch.arange(n)`."""
-    out = kwargs.get("out")
-    if out is not None:
-        if kwargs.get("device") is not None:
-            kwargs = kwargs | {"device": _native(kwargs["device"])[0]}
+    kwargs = dict(kwargs)
+    pinned = kwargs.pop("pin_memory", None)
+    device, on_device = kwargs.get("device"), False
+    if device is not None:
+        kwargs["device"], on_device = _native(device)
+    if pinned and on_device:
+        raise RuntimeError("Only dense CPU tensors can be pinned")
+    into = kwargs.get("out")
+    if into is not None:
+        if device is not None and on_device != is_device(into):
+            raise RuntimeError(
+                f"device {device} does not match device type of out parameter ({_NAMES[is_device(into)]})"
+            )
         return func(*args, **kwargs)
-    if kwargs.get("device") is None and not kwargs.get("pin_memory"):
-        if "pin_memory" in kwargs:
-            kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-        return func(*args, **kwargs)
-    if kwargs.get("device") is None:
-        kwargs = kwargs | {"device": CPU}
-    return placed(func, args, kwargs)
+    out = func(*args, **kwargs)
+    if on_device:
+        return put(out)
+    return put(out, PINNED) if pinned else out
 
 
 def from_data(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -95,15 +104,18 @@ def to(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
     """`to(device)`, `to(dtype)`, `to(other)` with all their keywords, and `type_as(other)`."""
     tensor = args[0]
     on_device = is_device(tensor)
-    where = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
+    where = args[1] if len(args) > 1 else kwargs.get("device", kwargs.get("other"))
+    if where is None or type(where) is torch.dtype:
+        out = func(*args, **kwargs)
+        return put(out) if on_device else out
     if isinstance(where, Tensor):
         on_device = is_device(where)
-    elif where is not None and not isinstance(where, torch.dtype):
+    else:
         native, on_device = _native(where)
-        if "device" in kwargs:
-            kwargs = kwargs | {"device": native}
-        else:
+        if len(args) > 1:
             args = (tensor, native, *args[2:])
+        else:
+            kwargs = kwargs | {"device": native}
     return _land(func(*args, **kwargs), on_device, (tensor,))
 
 
@@ -159,9 +171,8 @@ def set_(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
             source = source._untyped_storage
         there = is_device(source) if isinstance(source, Tensor) else getattr(source, TAG, None) is DEVICE
         if there != is_device(tensor):
-            names = ("cpu", "cuda:0")
             raise RuntimeError(
-                f'Attempted to set the storage of a tensor on device "{names[not there]}" to a storage on different '
-                f'device "{names[there]}".  This is no longer allowed; the devices must match.'
+                f'Attempted to set the storage of a tensor on device "{_NAMES[not there]}" to a storage on different '
+                f'device "{_NAMES[there]}".  This is no longer allowed; the devices must match.'
             )
     return func(*args, **kwargs)

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
+from fakes.cuda import rules
+from fakes.cuda.devices import CAPABILITY, CUDA, DeviceProperties, ordinal
 from fakes.cuda.interface import NotSimulated
 from fakes.cuda.places import DEVICE, TAG
 from fakes.cuda.streams import CUDAGraph, Event, Stream, Streams, refuse_graph
 
 _ABSENT = object()
-CAPABILITY = (9, 0)
-
-
-@dataclass(frozen=True)
-class DeviceProperties:
-    """What `torch.cuda.get_device_properties` returns: those of an H200, memory in bytes."""
-
-    name: str = "NVIDIA H200 (simulated)"
-    major: int = CAPABILITY[0]
-    minor: int = CAPABILITY[1]
-    total_memory: int = 139 << 30
-    multi_processor_count: int = 132
-    warp_size: int = 32
-    max_threads_per_multi_processor: int = 2048
-    regs_per_multiprocessor: int = 65536
-    shared_memory_per_block: int = 48 << 10
-    shared_memory_per_block_optin: int = 227 << 10
-    shared_memory_per_multiprocessor: int = 228 << 10
-    L2_cache_size: int = 60 << 20
-    is_integrated: int = 0
-    is_multi_gpu_board: int = 0
 
 
 def replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -47,26 +28,6 @@ def replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def ordinal(device: Any) -> int:
-    """Index of a CUDA device given in any of torch's forms; None is the current one.
-
-    Raises:
-        ValueError: Not a CUDA device, in torch's words.
-        RuntimeError: There is one device, number 0.
-    """
-    if isinstance(device, str):
-        device = torch.device(device)
-    if isinstance(device, torch.device):
-        if device.type != "cuda":
-            raise ValueError(f"Expected a cuda device, but got: {device}")
-        device = device.index
-    if device not in (None, 0, -1):
-        raise RuntimeError(
-            f"CUDA error: invalid device ordinal (asked for cuda:{device}, the simulation has cuda:0 only)"
-        )
-    return 0
-
-
 def install(undo: ExitStack, seen: Callable[[], bool]) -> None:
     """Patch torch.cuda. `seen` says whether a torch call made now would go through the simulation."""
     for name, value in _answers(seen).items():
@@ -74,6 +35,10 @@ def install(undo: ExitStack, seen: Callable[[], bool]) -> None:
     replace(undo, torch.version, "cuda", "13.0")
     replace(undo, torch.UntypedStorage, "device", property(_storage_device(seen)))
     replace(undo, torch, "set_default_device", _set_default_device(torch.set_default_device))
+    for compiled in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+        replace(undo, compiled, "__call__", _script_call(compiled.__call__, seen))
+    replace(undo, torch, "to_dlpack", _to_dlpack(torch.to_dlpack))
+    replace(undo, torch.utils.dlpack, "to_dlpack", _to_dlpack(torch.utils.dlpack.to_dlpack))
     serialization = torch.serialization
     replace(undo, serialization, "location_tag", _location_tag(serialization.location_tag))
     replace(
@@ -113,9 +78,9 @@ def _answers(seen: Callable[[], bool]) -> dict[str, Any]:
         "_lazy_init": lazy_init,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": lambda device: None if ordinal(device) == 0 else None,
-        "_exchange_device": lambda device: ordinal(device),
-        "_maybe_exchange_device": lambda device: ordinal(device),
+        "set_device": of_device(None),
+        "_exchange_device": ordinal,
+        "_maybe_exchange_device": ordinal,
         "get_device_capability": of_device(CAPABILITY),
         "get_device_name": of_device(properties.name),
         "get_device_properties": of_device(properties),
@@ -151,10 +116,9 @@ def _answers(seen: Callable[[], bool]) -> dict[str, Any]:
 
 def _storage_device(seen: Callable[[], bool]) -> Callable[[torch.UntypedStorage], torch.device]:
     native = torch._C.StorageBase.device.__get__  # type: ignore[attr-defined]
-    cuda = torch.device("cuda", 0)
 
     def device(storage: torch.UntypedStorage) -> torch.device:
-        return cuda if getattr(storage, TAG, None) is DEVICE and seen() else native(storage)
+        return CUDA if getattr(storage, TAG, None) is DEVICE and seen() else native(storage)
 
     return device
 
@@ -169,6 +133,26 @@ def _set_default_device(native: Callable[..., None]) -> Callable[..., None]:
         native(device)
 
     return set_default_device
+
+
+def _script_call(native: Callable[..., Any], seen: Callable[[], bool]) -> Callable[..., Any]:
+    """TorchScript does not ask modes; its functions follow their operands all the same."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if not seen():
+            return native(self, *args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return rules.follow(native, (self, *args), kwargs)
+
+    return __call__
+
+
+def _to_dlpack(native: Callable[..., Any]) -> Callable[..., Any]:
+    def to_dlpack(tensor: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunction():
+            return rules.dlpack(native, (tensor,), {})
+
+    return to_dlpack
 
 
 def _location_tag(native: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ by themselves, and memory that is reused comes with a new object and no tag.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -18,7 +19,18 @@ TAG = "simulated_place"
 DEVICE = "cuda"
 PINNED = "pinned"
 
+ON_DEVICE, ON_HOST, UNKNOWN = 1, 2, 4
+"""Bits of `sides_of`."""
+
 Tensor = torch.Tensor
+_Parameter = torch.nn.Parameter
+_PLAIN = frozenset(
+    (
+        *(int, float, bool, complex, str, type(None), slice, EllipsisType),
+        *(torch.dtype, torch.Size, torch.memory_format, torch.layout),
+    )
+)
+"""Types of arguments that hold no tensor."""
 
 
 def place_of(tensor: Tensor) -> str | None:
@@ -71,6 +83,25 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(value, dict):
             found += tensors_in(value.values())
     return found
+
+
+def sides_of(values: Iterable[Any]) -> int:
+    """Where the tensors among arguments live: bits ON_DEVICE, ON_HOST, and UNKNOWN for what takes a closer look."""
+    sides = 0
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is _Parameter:
+            try:
+                sides |= ON_DEVICE if getattr(value.untyped_storage(), TAG, None) is DEVICE else ON_HOST
+            except (NotImplementedError, RuntimeError):
+                return UNKNOWN
+        elif kind in _PLAIN:
+            continue
+        elif kind is list or kind is tuple:
+            sides |= sides_of(value)
+        else:
+            sides |= UNKNOWN
+    return sides
 
 
 def same_storage(tensor: Tensor, others: Iterable[Tensor]) -> bool:

@@ -20,15 +20,15 @@ from typing import Any, NoReturn
 import torch
 
 from fakes.cuda import indexing, moving
+from fakes.cuda.devices import CUDA
 from fakes.cuda.interface import NotSimulated
 from fakes.cuda.mixing import name_of, refuse_mixing
-from fakes.cuda.places import DEVICE, is_device, place_of, put, put_all, tensors_in
+from fakes.cuda.places import DEVICE, TAG, is_device, place_of, put, put_all, tensors_in
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Rule = Callable[[Callable[..., Any], Args, Kwargs], Any]
-CUDA = torch.device("cuda", 0)
 
 
 def untouched(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -77,7 +77,7 @@ def _follow_first(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def _is_cuda(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
-    return place_of(args[0]) is DEVICE
+    return getattr(args[0].untyped_storage(), TAG, None) is DEVICE
 
 
 def _is_cpu(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
@@ -116,7 +116,7 @@ def _needs_host(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-def _dlpack(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def dlpack(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     if not is_device(args[0]):
         return func(*args, **kwargs)
     raise NotSimulated("the light simulated CUDA device cannot export device tensors through DLPack")
@@ -189,7 +189,7 @@ _RULES_BY_NAME: dict[str, Rule] = {
     "__deepcopy__": _deepcopy,
     "numpy": _needs_host,
     "__array__": _needs_host,
-    "__dlpack__": _dlpack,
+    "__dlpack__": dlpack,
     "__dlpack_device__": _dlpack_device,
     "share_memory_": _host_only_effect,
     "record_stream": _record_stream,
@@ -240,6 +240,7 @@ _RULES_BY_NAME |= dict.fromkeys(
         ),
         *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__hash__", "__reduce_ex__"),
         *("untyped_storage", "storage", "_typed_storage", "is_same_size", "result_type", "broadcast_tensors"),
+        *("_has_compatible_shallow_copy_type", "_parse_to", "is_grad_enabled", "_set_grad_enabled"),
         *("requires_grad_", "retain_grad", "register_hook", "backward", "copy_"),
         *(
             "view",
@@ -253,7 +254,7 @@ _RULES_BY_NAME |= dict.fromkeys(
             "expand",
             "narrow",
         ),
-        *("select", "unbind", "split", "chunk", "as_strided", "unfold", "diagonal", "movedim", "__iter__"),
+        *("select", "unbind", "split", "chunk", "as_strided", "diagonal", "movedim", "__iter__"),
         *(
             "split_with_sizes",
             "hsplit",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
+from fakes.cuda.devices import CUDA
 from fakes.cuda.interface import NotSimulated
-
-DEVICE = torch.device("cuda", 0)
 
 
 class Event:
@@ -25,7 +24,7 @@ class Event:
         external: bool = False,
     ) -> None:
         self.enable_timing = enable_timing
-        self.device = DEVICE
+        self.device = CUDA
         self._recorded_at: float | None = None
 
     @property
@@ -61,7 +60,7 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.stream_id = self.cuda_stream = next(Stream._ids)
         self.priority = priority
-        self.device = DEVICE
+        self.device = CUDA
         self.device_index = 0
         self._entered: list[AbstractContextManager[Any]] = []
 
@@ -82,7 +81,7 @@ class Stream:
     def synchronize(self) -> None:
         pass
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Self:
         entered = torch.cuda.stream(self)  # type: ignore[arg-type]
         entered.__enter__()
         self._entered.append(entered)
