@@ -1,7 +1,7 @@
 """Cases as text: canonical JSON, the digest that names a case, and one-case files.
 
-Canonical JSON has sorted keys, no spaces and no field that equals its default. Its sha256, 64 hex digits, is the
-case's digest: people see its first 8 digits, files keep 32.
+Canonical JSON has sorted keys, no spaces and no field that equals its default. Its sha256, 64 hex digits,
+is the case's digest: people see its first 8 digits, files keep 32.
 """
 
 from __future__ import annotations

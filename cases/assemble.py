@@ -1,0 +1,336 @@
+"""From drawn bytes to a valid case: every byte is an index, and lengths are cut to what the limits leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from cases.lengths import chunked_cached, lengths, prefill_cached, query_len
+from cases.mix import LevelMix, spread
+from cases.model import AnyRequest, Case, Heads, KernelRequest, Kind, Mask, Request, Step
+from cases.wanted import Wanted
+
+TABLE_SIZE = 256
+_LENGTH_BITS = 5
+_LENGTH_MASK = (1 << _LENGTH_BITS) - 1
+
+Draw = Callable[[int], bytes]
+"""Draws so many bytes: the lengths of a later batch."""
+_Span = tuple[int, int, int]
+"""One request of a batch: uid, stored (engine) or query (kernel) tokens, kv_len."""
+
+
+class Settings:
+    """The settings of a case, one byte each; a setting with one possible value takes no byte."""
+
+    def __init__(self, mix: LevelMix, wanted: Wanted) -> None:
+        tables = _allowed(mix, wanted)
+        spread_out = {name: spread(table, TABLE_SIZE) for name, table in tables.items()}
+        spread_out["extra"] = spread_out["seed"] = tuple(range(TABLE_SIZE))
+        self._fixed = {name: table[0] for name, table in spread_out.items() if table[0] == table[-1]}
+        self._drawn = [(name, table) for name, table in spread_out.items() if name not in self._fixed]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._drawn)
+
+    def read(self, indices: bytes) -> dict[str, Any]:
+        found = dict(self._fixed)
+        for (name, table), index in zip(self._drawn, indices, strict=True):
+            found[name] = table[index]
+        return found
+
+
+def _allowed(mix: LevelMix, wanted: Wanted) -> dict[str, list[tuple[Any, int]]]:
+    """The mix's tables without what is not wanted; where nothing is left, what is wanted stands in."""
+    kernel = wanted.level == "kernel"
+    tables: dict[str, list[tuple[Any, int]]] = {
+        "later": [(ops, weight) for ops, weight in mix.later if _phases(ops) <= wanted.phases],
+        "batch": [
+            (kind, weight)
+            for kind, weight in mix.batch
+            if ("decode" if kind == "decode" else "prefill") in wanted.phases
+        ],
+        "page_size": _among(mix.page_size, wanted.page_sizes),
+        "heads": _heads(mix, wanted),
+        "head_dims": _among(mix.head_dims, wanted.head_dims),
+        "dtype": _among(mix.dtype, wanted.dtypes),
+        "kv_dtype": [(d, weight) for d, weight in mix.kv_dtype if d is None or d in wanted.kv_dtypes],
+        "kv_scales": list(mix.kv_scales),
+        "prefix": list(mix.prefix),
+        "placement": list(mix.placement),
+        "layout": _among(mix.layout, wanted.layouts),
+        "table": list(mix.table),
+        "values": list(mix.values),
+        "strided": [(flag, weight) for flag, weight in mix.strided if wanted.strided or not flag],
+        "sm_scale": list(mix.sm_scale),
+        "mask": [
+            (kind, weight)
+            for kind, weight in mix.mask
+            if kind == "causal" or (wanted.non_causal if kind == "full" else wanted.custom_mask and kernel)
+        ],
+        "window": [(w, weight) for w, weight in mix.window if wanted.window or w is None],
+        "soft_cap": [(c, weight) for c, weight in mix.soft_cap if wanted.soft_cap or c is None],
+    }
+    if len(tables["kv_dtype"]) < 2:
+        tables["kv_scales"] = [((1.0, 1.0), 1)]
+    empty = [name for name, table in tables.items() if not table]
+    if empty:
+        raise ValueError(f"no {empty[0]} of the mix is wanted")
+    return tables
+
+
+def _among(table: Sequence[tuple[Any, int]], wanted: frozenset[Any] | None) -> list[tuple[Any, int]]:
+    if wanted is None:
+        return list(table)
+    kept = [(value, weight) for value, weight in table if value in wanted]
+    return kept or [(value, 1) for value in sorted(wanted)]
+
+
+def _heads(mix: LevelMix, wanted: Wanted) -> list[tuple[Any, int]]:
+    if wanted.group_sizes is None:
+        return list(mix.heads)
+    kept = [(h, weight) for h, weight in mix.heads if h[0] // h[1] in wanted.group_sizes]
+    return kept or [((group, 1), 1) for group in sorted(wanted.group_sizes)]
+
+
+def _phases(later: Sequence[str]) -> set[str]:
+    return {"decode" if op == "decode" else "prefill" for op in later if op != "again"}
+
+
+class Assembler:
+    """Builds the cases of one level, mix and wish."""
+
+    def __init__(self, mix: LevelMix, wanted: Wanted) -> None:
+        self.mix = mix
+        self.wanted = wanted
+        self.settings = Settings(mix, wanted)
+
+    def build(self, requests: bytes, indices: bytes, draw: Draw) -> Case:
+        """One case from a byte per request and a byte per setting."""
+        chosen = self.settings.read(indices)
+        long = chosen["page_size"] >= self.mix.long_page_size
+        batches = (_KernelBatches if self.wanted.level == "kernel" else _EngineBatches)(
+            self.mix, self.wanted, chosen, long
+        )
+        steps = batches.steps(requests[: self.mix.long_max_requests if long else None], draw)
+        qo, kv = chosen["heads"]
+        if long and kv > 1:
+            qo, kv = qo // kv, 1
+        kv_dtype = chosen["kv_dtype"]
+        k_scale, v_scale = chosen["kv_scales"] if kv_dtype is not None else (1.0, 1.0)
+        longest = max(r.kv_len for step in steps for r in step.requests)
+        return Case(
+            steps=steps,
+            level=self.wanted.level,
+            heads=_head_record(qo, kv, *chosen["head_dims"]),
+            num_layers=self.mix.num_layers,
+            dtype=chosen["dtype"],
+            kv_dtype=kv_dtype,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            page_size=chosen["page_size"],
+            layout=chosen["layout"],
+            placement=chosen["placement"],
+            spare_pages=1 if long else 2,
+            max_seq_len=longest if chosen["table"] == "exact" and longest else None,
+            mask=batches.mask,
+            sm_scale=chosen["sm_scale"],
+            values=chosen["values"],
+            strided=chosen["strided"],
+            seed=chosen["seed"],
+        )
+
+
+_head_record = cache(Heads)
+
+
+@cache
+def _mask_record(kind: str, window: int | None, soft_cap: float | None, seed: int) -> Mask:
+    if kind == "custom":
+        return Mask(causal=False, soft_cap=soft_cap, custom=seed)
+    return Mask(causal=kind == "causal", window=window, soft_cap=soft_cap)
+
+
+def _fit(wished: Sequence[int], low: int, limit: int) -> list[int]:
+    """Lengths of at least `low` (or 0) and at most `limit` in all, each as wished while room is left."""
+    room = limit - low * len(wished)
+    found: list[int] = []
+    for n in wished:
+        more = min(max(n - low, 0), room)
+        room -= more
+        found.append(low + more if n else 0)
+    return found
+
+
+class _Batches:
+    """What both levels share: limits, the mask, who borrows whose pages."""
+
+    def __init__(self, mix: LevelMix, wanted: Wanted, chosen: dict[str, Any], long: bool) -> None:
+        self.wanted = wanted
+        self.chosen = chosen
+        self.page_size: int = chosen["page_size"]
+        self.limit = mix.long_token_limit if long else mix.token_limit
+        self.max_requests = mix.long_max_requests if long else mix.max_requests
+        self.row_limit = mix.row_limit
+        window = chosen["window"] if chosen["mask"] != "custom" else None
+        seed = chosen["seed"] if chosen["mask"] == "custom" else 0
+        self.mask = _mask_record(chosen["mask"], window, chosen["soft_cap"], seed)
+        zero = wanted.level == "kernel" and (wanted.rows_without_keys or wanted.empty_requests)
+        self.lengths = lengths(self.page_size, window, zero)
+        self.next_uid = 0
+
+    def wished(self, indices: bytes, low: int) -> tuple[list[int], list[int]]:
+        """kv_len and split of each request; fewer of them where all are to hold a shared page."""
+        if self.chosen["prefix"] != "own" and len(indices) > 1 and 2 * (low + self.page_size) <= self.limit:
+            low += self.page_size
+            indices = indices[: self.limit // low]
+        found = _fit([self.lengths[b & _LENGTH_MASK] for b in indices], low, self.limit)
+        return found, [b >> _LENGTH_BITS for b in indices]
+
+    def new_uids(self, count: int) -> range:
+        self.next_uid += count
+        return range(self.next_uid - count, self.next_uid)
+
+    def shared(self, stored: int, owner_stored: int) -> int:
+        """Tokens that a request borrows from the first one of its batch."""
+        if self.chosen["prefix"] == "own":
+            return 0
+        pages = min(stored, owner_stored) // self.page_size
+        return (min(pages, 1) if self.chosen["prefix"] == "one_page" else pages) * self.page_size
+
+
+class _EngineBatches(_Batches):
+    def steps(self, indices: bytes, draw: Draw) -> tuple[Step, ...]:
+        kind = self.chosen["batch"]
+        spans = self._batch(kind, indices)
+        steps = [self._step(kind, spans)]
+        for op in self.chosen["later"]:
+            if op == "again":
+                spans = self._batch(kind, draw(len(spans)))
+                steps.append(self._step(kind, spans))
+            elif op == "join":
+                spans = self._join(spans)
+                steps.append(self._step("mixed", spans))
+            else:
+                spans = self._grown(op, spans)
+                steps.append(self._step("chunked" if op == "chunk" else op, spans))
+        return tuple(steps)
+
+    @property
+    def _drafts(self) -> int:
+        return 2 + self.chosen["extra"] % 3
+
+    def _batch(self, kind: str, indices: bytes) -> list[_Span]:
+        drafts = self._drafts
+        low = {"verify": drafts + 1, "draft_extend": 2}.get(kind, 1)
+        kv_lens, splits = self.wished(indices, low)
+        room = self.row_limit - len(kv_lens)
+        spans: list[_Span] = []
+        for i, (uid, kv, split) in enumerate(zip(self.new_uids(len(kv_lens)), kv_lens, splits, strict=True)):
+            if kind in ("decode", "ones") or (kind == "mixed" and (i == 0 or (i > 1 and split % 2))):
+                cached = kv - 1
+            elif kind == "verify":
+                cached = kv - drafts
+            elif kind == "draft_extend":
+                cached = kv - min(1 + split % 4, kv - 1)
+            elif kind == "chunked":
+                cached = chunked_cached(split, kv, self.page_size)
+            else:
+                cached = prefill_cached(split, kv, self.page_size)
+            if self.chosen["prefix"] != "own" and kind != "verify":
+                cached = max(cached, min(self.page_size, kv - 1))
+            cached = max(cached, kv - 1 - room)
+            room -= kv - 1 - cached
+            spans.append((uid, cached, kv))
+        return spans
+
+    def _grown(self, op: str, spans: list[_Span]) -> list[_Span]:
+        """The same requests a few tokens on; the last of them leave where the limit asks for it."""
+        new = 1 if op == "decode" else self._drafts
+        back = 1 if op == "verify" else 0
+        while len(spans) > 1 and sum(kv - back + new for *_, kv in spans) > self.limit:
+            spans = spans[:-1]
+        stored = [(uid, min(kv - back, self.limit - new)) for uid, _, kv in spans]
+        return [(uid, cached, cached + new) for uid, cached in stored]
+
+    def _join(self, spans: list[_Span]) -> list[_Span]:
+        leaves = len(spans) > 1 or self.max_requests == 1
+        staying = spans[1:] if leaves else spans
+        stay = self._grown("decode", staying) if staying else []
+        while len(stay) > 1 and sum(kv for *_, kv in stay) >= self.limit:
+            stay = stay[:-1]
+        stay = [(uid, min(cached, self.limit - 2), min(kv, self.limit - 1)) for uid, cached, kv in stay]
+        room = self.limit - sum(kv for *_, kv in stay)
+        extra: int = self.chosen["extra"]
+        kv = min(self.lengths[extra & _LENGTH_MASK], room)
+        cached = prefill_cached(extra >> _LENGTH_BITS, kv, self.page_size)
+        (uid,) = self.new_uids(1)
+        return [*stay, (uid, max(cached, kv - self.row_limit + len(stay)), kv)]
+
+    def _step(self, batch: str, spans: list[_Span]) -> Step:
+        owner, owner_stored, _ = spans[0]
+        requests: list[AnyRequest] = []
+        for i, (uid, cached, kv) in enumerate(spans):
+            shared = self.shared(cached, owner_stored) if i else 0
+            requests.append(_request(cached, kv - cached, uid, owner if shared else None, shared))
+        kinds: dict[str, Kind] = {
+            "decode": "decode",
+            "chunked": "chunked",
+            "verify": "verify",
+            "draft_extend": "draft_extend",
+            "mixed": "mixed" if len(spans) > 1 else "prefill",
+        }
+        kind = kinds.get(batch, "prefill")
+        return Step(tuple(requests), "decode" if kind == "decode" else "prefill", kind)
+
+
+class _KernelBatches(_Batches):
+    def steps(self, indices: bytes, draw: Draw) -> tuple[Step, ...]:
+        steps = [self._step(indices)]
+        for _ in self.chosen["later"]:
+            steps.append(self._step(draw(len(steps[0].requests))))
+        return tuple(steps)
+
+    def _step(self, indices: bytes) -> Step:
+        decode = self.chosen["batch"] == "decode"
+        keyless = self.wanted.rows_without_keys
+        kv_lens, splits = self.wished(indices, 1)
+        room = self.row_limit
+        spans: list[tuple[int, int]] = []
+        for wished, split in zip(kv_lens, splits, strict=True):
+            kv = wished
+            qo = 1 if decode else query_len(split, kv)
+            if not kv and not keyless:
+                qo, kv = (0, 0) if self.wanted.empty_requests and not decode else (1, 1)
+            elif not qo and not self.wanted.empty_requests:
+                qo = 1
+            if qo > kv and self.mask.causal and not keyless:
+                qo = kv
+            qo = min(qo, room) if qo else 0
+            room -= qo
+            spans.append((qo, kv))
+        if not any(qo for qo, _ in spans):
+            spans[0] = (1, spans[0][1] if keyless else max(1, spans[0][1]))
+        if not self.wanted.empty_requests:
+            spans = [(max(qo, 1), kv) for qo, kv in spans]
+        return self._request_step(spans, decode)
+
+    def _request_step(self, spans: list[tuple[int, int]], decode: bool) -> Step:
+        uids = self.new_uids(len(spans))
+        requests: list[AnyRequest] = []
+        for uid, (qo, kv) in zip(uids, spans, strict=True):
+            shared = self.shared(kv, spans[0][1]) if uid != uids[0] else 0
+            requests.append(_kernel_request(qo, kv, uid, uids[0] if shared else None, shared))
+        return Step(tuple(requests), "decode" if decode else "prefill", "decode" if decode else "prefill")
+
+
+@cache
+def _request(cached: int, extend: int, uid: int, prefix_of: int | None, prefix_len: int) -> Request:
+    return Request(cached, extend, uid, prefix_of, prefix_len)
+
+
+@cache
+def _kernel_request(qo: int, kv: int, uid: int, prefix_of: int | None, prefix_len: int) -> KernelRequest:
+    return KernelRequest(qo, kv, uid, prefix_of, prefix_len)
