@@ -1,0 +1,32 @@
+"""What is right: the float64 oracle, masks by definition, merging, and how far a result may be from it."""
+
+from reference.attention import paged_attention
+from reference.budget import (
+    Budget,
+    Excess,
+    error_budget,
+    exact_tolerance,
+    exceeds,
+    lse_budget,
+)
+from reference.masks import visible
+from reference.merge import from_base, merge, merge_all, to_base
+from reference.state import AttentionState
+from reference.twin import low_precision
+
+__all__ = [
+    "AttentionState",
+    "Budget",
+    "Excess",
+    "error_budget",
+    "exact_tolerance",
+    "exceeds",
+    "from_base",
+    "low_precision",
+    "lse_budget",
+    "merge",
+    "merge_all",
+    "paged_attention",
+    "to_base",
+    "visible",
+]

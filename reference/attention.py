@@ -1,0 +1,178 @@
+"""The oracle: paged attention by definition, in float64, over any number of keys.
+
+The ragged stream of keys (request after request) is walked in chunks; each chunk is gathered and converted once, and
+every request that has keys in it folds them into the running softmax of its rows.
+
+`reference.library` says which arrays the work is done in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from cases.model import Mask
+from reference import masks
+from reference.library import Library, library_of
+from reference.ragged import Piece, Ragged, chunks, pieces
+from reference.softmax import RunningSoftmax, block_scores
+from reference.state import AttentionState
+
+CHUNK_BYTES = 64 << 20
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    slots: torch.Tensor | np.ndarray,
+    qo_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    mask: Mask,
+    scale: float,
+    custom: Sequence[torch.Tensor] | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> AttentionState:
+    """softmax(mask(cap(scale * q . k))) v, in this order, for a ragged batch over a paged cache.
+
+    Query head h reads KV head h // group_size. A masked key has weight 0; NaN and Inf in a listed slot act as IEEE
+    arithmetic has it (0 times NaN is NaN), in an unlisted slot never.
+
+    Args:
+        q: `[rows, num_qo_heads, head_dim_qk]`, any float dtype and strides; everything runs on its device.
+        k_cache: `[num_slots, num_kv_heads, head_dim_qk]`, any float dtype (fp8 included) and strides.
+        v_cache: the same with `head_dim_vo`.
+        slots: integers `[sum(kv_lens)]`: where each request's keys stand, in order, request after request.
+        qo_lens: query rows of each request. kv_lens: its keys. Either may be 0 and neither bounds the other.
+        mask: causal (bottom right), window (keys visible, the row's own included) and soft cap.
+        scale: factor on q . k.
+        custom: one bool `[qo_len, kv_len]` a request; replaces causal and window.
+        k_scale: what stored K is multiplied by to dequantise it. v_scale: the same for V.
+        chunk_bytes: most bytes of float64 K and V that live at a time, and most bytes of scores.
+
+    Returns:
+        float64 out `[rows, num_qo_heads, head_dim_vo]` and natural-log lse `[rows, num_qo_heads]`; (0, -inf) for a
+        row that sees no key.
+
+    Raises:
+        ValueError: shapes, lengths or slots that do not fit each other.
+    """
+    batch = Ragged.of(q, k_cache, v_cache, slots, qo_lens, kv_lens, mask, custom)
+    return attend(q, k_cache, v_cache, batch, (scale, k_scale, v_scale), torch.float64, chunk_bytes)
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: Ragged,
+    scales: tuple[float, float, float],
+    compute: torch.dtype,
+    chunk_bytes: int,
+    round_weights: Callable[[Any], Any] | None = None,
+) -> AttentionState:
+    """`paged_attention` of a checked batch in the dtype `compute`; out and lse have that dtype.
+
+    `round_weights` rounds P (not yet normalised) before P @ V. The lse is then that of the rounded weights, and out is
+    still divided by the sum of the exact ones: real kernels differ in which sum they take, and each is so measured
+    where it errs most.
+    """
+    lib = library_of(q.device)
+    scale, k_scale, v_scale = scales
+    num_rows, num_qo_heads, _ = q.shape
+    _, num_kv_heads, head_dim_vo = v_cache.shape
+    group = num_qo_heads // num_kv_heads
+    queries = grouped(scaled(converted(q, compute, lib), scale), num_kv_heads)
+    running = RunningSoftmax.start((num_kv_heads, num_rows * group, head_dim_vo), compute, lib, round_weights)
+    key_bytes = compute.itemsize * num_kv_heads * (k_cache.shape[2] + head_dim_vo)
+    max_scores = chunk_bytes // (compute.itemsize * num_qo_heads)
+    max_k = max_v = 0.0
+    with np.errstate(all="ignore"):
+        for chunk in chunks(len(batch.slots), max(1, chunk_bytes // key_bytes)):
+            slots = batch.slots[chunk[0] : chunk[1]]
+            k = gathered(k_cache, slots, k_scale, compute, lib)
+            v = gathered(v_cache, slots, v_scale, compute, lib)
+            max_k, max_v = max(max_k, largest_norm(k, lib)), max(max_v, largest(v, lib))
+            for piece in pieces(batch, chunk, max_scores):
+                lines = slice(piece.rows_of_batch[0] * group, piece.rows_of_batch[1] * group)
+                keys = slice(*piece.keys_of_chunk)
+                seen = visible_block(piece, batch, lib)
+                scores = block_scores(queries[:, lines], k[:, keys], batch.mask.soft_cap, seen, lib)
+                running.fold(lines, scores, v[:, keys], first=piece.keys[0] == 0)
+            del k, v  # before the next chunk is gathered
+        out, lse = running.finish()
+        if (running.total == 0).any():
+            clear_empty_rows(out, batch, group)
+        max_score = max_k * largest_norm(queries, lib)
+    return AttentionState(ungrouped(out, group, lib), ungrouped(lse, group, lib), max_score, max_v)
+
+
+def converted(x: torch.Tensor, compute: torch.dtype, lib: Library) -> Any:
+    """A tensor as an array of the dtype `compute`. (float16 takes the way over float32 because it is the faster one.)"""
+    return lib.array((x.to(torch.float32) if x.dtype == torch.float16 else x).to(compute))
+
+
+def scaled(q: Any, scale: float) -> Any:
+    """Queries with the softmax scale in them, so that their products with keys are scores."""
+    return q * scale
+
+
+def grouped(q: Any, num_kv_heads: int) -> Any:
+    """`[rows, num_qo_heads, dim]` as `[num_kv_heads, rows * group, dim]`: head h belongs to KV head h // group."""
+    num_rows, num_qo_heads, dim = q.shape
+    by_group = q.reshape(num_rows, num_kv_heads, num_qo_heads // num_kv_heads, dim)
+    return by_group.swapaxes(0, 1).reshape(num_kv_heads, num_rows * (num_qo_heads // num_kv_heads), dim)
+
+
+def ungrouped(x: Any, group: int, lib: Library) -> torch.Tensor:
+    """`[num_kv_heads, rows * group, ...]` as a tensor `[rows, num_qo_heads, ...]`."""
+    num_kv_heads, num_lines, *rest = x.shape
+    by_row = x.reshape(num_kv_heads, num_lines // group, group, *rest).swapaxes(0, 1)
+    return lib.tensor(by_row.reshape(num_lines // group, num_kv_heads * group, *rest))
+
+
+def gathered(cache: torch.Tensor, slots: torch.Tensor, factor: float, compute: torch.dtype, lib: Library) -> Any:
+    """The named slots, converted and dequantised: `[num_kv_heads, keys, dim]`."""
+    taken = converted(cache.index_select(0, slots), compute, lib).swapaxes(0, 1)
+    return taken if factor == 1.0 else taken * factor
+
+
+def visible_block(piece: Piece, batch: Ragged, lib: Library) -> Any | None:
+    """bool `[rows, keys]` of one piece, or None where every row sees every key."""
+    if batch.custom is not None:
+        return lib.array(batch.custom[piece.request])[slice(*piece.rows), slice(*piece.keys)]
+    return masks.block(piece.rows, piece.keys, piece.qo_len, piece.kv_len, batch.mask, lib)
+
+
+def clear_empty_rows(out: Any, batch: Ragged, group: int) -> None:
+    """Write 0 to the lines of rows that see no key. (A row whose keys all score -inf stays 0 / 0, NaN.)"""
+    line = 0
+    for request, (qo_len, kv_len) in enumerate(zip(batch.qo_lens, batch.kv_lens, strict=True)):
+        for row in range(qo_len):
+            if batch.custom is not None:
+                empty = not batch.custom[request][row].any()
+            else:
+                empty = masks.row_is_empty(row, qo_len, kv_len, batch.mask)
+            if empty:
+                out[:, line : line + group] = 0.0
+            line += group
+
+
+def largest(x: Any, lib: Library) -> float:
+    """Largest |element| that is finite; 0.0 if there is none."""
+    if 0 in x.shape:
+        return 0.0
+    top = max(float(x.max()), -float(x.min()))
+    return top if math.isfinite(top) else largest(x[lib.isfinite(x)], lib)
+
+
+def largest_norm(x: Any, lib: Library) -> float:
+    """Largest finite Euclidean norm along the last axis."""
+    return math.sqrt(largest(lib.vecdot(x, x), lib))

@@ -1,0 +1,124 @@
+"""How far a result may be from the oracle.
+
+A budget is computed from the case's own data: what the low-precision twin errs, twice, plus what two float32 sums in
+different orders differ by. A result that comes in float64 (the fakes keep one) is held to `exact_tolerance` instead.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from reference.state import AttentionState
+
+EXACT_FACTOR = 64.0
+"""Measured: independent float64 implementations differ by up to 6 (`test_budget.py`)."""
+
+
+class Budget(NamedTuple):
+    """Largest error allowed.
+
+    Args:
+        max_abs: of each element; a float64 tensor of the result's shape, or one number for all.
+        mean_abs: of the mean over all elements.
+    """
+
+    max_abs: torch.Tensor | float
+    mean_abs: float
+
+
+class Excess(NamedTuple):
+    """A result against its budget.
+
+    Args:
+        where: bool, the result's shape: elements that are not finite where they should be, or beyond their budget.
+        error: float64, the same shape: |result - oracle|, NaN or Inf where either is.
+        max_error, mean_error: over the elements where both are finite; 0.0 if there are none.
+        mean_is_over: the mean error is beyond its budget.
+        not_finite: elements among `where` whose result is NaN or Inf, or whose oracle is.
+    """
+
+    where: torch.Tensor
+    error: torch.Tensor
+    max_error: float
+    mean_error: float
+    mean_is_over: bool
+    not_finite: int
+
+    @property
+    def failed(self) -> bool:
+        return self.mean_is_over or bool(self.where.any())
+
+
+def error_budget(
+    oracle: AttentionState, twin: AttentionState, *, dtype: torch.dtype, max_score: float, max_v: float
+) -> Budget:
+    """Budget for `out` in `dtype`.
+
+    Per element: 2 x the twin's largest error, one rounding step of `dtype` at the oracle's value, and
+    4 eps (1 + max_score) max_v, with eps of float32, which kernels for all three dtypes sum in. For the mean: 1.5 x
+    the twin's mean error and the mean of the other two.
+
+    Args:
+        oracle: float64. twin: out in `dtype`, the same case.
+        max_score, max_v: the oracle's own fields.
+    """
+    slack = 4.0 * torch.finfo(torch.float32).eps * (1.0 + max_score) * max_v
+    return _budget(oracle.out, twin.out, dtype, slack)
+
+
+def lse_budget(oracle: AttentionState, twin: AttentionState, *, max_score: float) -> Budget:
+    """Budget for a float32 natural-log `lse`, as `error_budget`; rows without keys (-inf) are exact."""
+    slack = 4.0 * torch.finfo(torch.float32).eps * (1.0 + max_score)
+    return _budget(oracle.lse, twin.lse, torch.float32, slack)
+
+
+def exact_tolerance(max_score: float, max_v: float) -> float:
+    """How far two float64 implementations may differ in `out`; with `max_v` 1.0, in `lse`.
+
+    It is far below 1e-9 of V, so that one dropped key shows even when its weight is that small.
+    """
+    return EXACT_FACTOR * torch.finfo(torch.float64).eps * (1.0 + max_score) * max_v
+
+
+def exceeds(result: torch.Tensor, oracle: torch.Tensor, budget: Budget) -> Excess:
+    """Compare a result (any float dtype) with the oracle's float64 tensor of the same shape.
+
+    Finiteness first: where the oracle, rounded to the result's dtype, is NaN or Inf, the result must be the same;
+    elsewhere it must be finite. Only then are errors held against the budget.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if result.shape != oracle.shape:
+        raise ValueError(f"the result is {tuple(result.shape)}, must be {tuple(oracle.shape)} as the oracle")
+    error = (result.to(torch.float64) - oracle).abs()
+    nearest = oracle.to(result.dtype)
+    same = (result == nearest) | (result.isnan() & nearest.isnan())
+    within = error <= budget.max_abs  # False for NaN, whatever the budget
+    where = ~(same | (within & nearest.isfinite()))
+    finite = error[error.isfinite()]
+    max_error, mean_error = (float(finite.max()), float(finite.mean())) if finite.numel() else (0.0, 0.0)
+    not_finite = int((where & ~error.isfinite()).sum())
+    return Excess(where, error, max_error, mean_error, not mean_error <= budget.mean_abs, not_finite)
+
+
+def rounding_step(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Distance between neighbouring numbers of `dtype` at each |element|, float64; the smallest one at 0."""
+    info = torch.finfo(dtype)
+    _, exponent = torch.frexp(x.to(torch.float64).abs().clamp(min=info.smallest_normal, max=info.max))
+    return torch.ldexp(torch.full_like(x, info.eps, dtype=torch.float64), exponent - 1)
+
+
+def _budget(oracle: torch.Tensor, twin: torch.Tensor, dtype: torch.dtype, slack: float) -> Budget:
+    twin_error = (twin.to(torch.float64) - oracle).abs()
+    finite = twin_error.isfinite()
+    twin_error = twin_error[finite]
+    step = rounding_step(oracle.nan_to_num(0.0, 0.0, 0.0), dtype)
+    if not twin_error.numel():
+        return Budget(step + slack, slack)
+    mean_step = float(step[finite].mean())
+    return Budget(
+        2.0 * twin_error.max() + step + slack, 1.5 * float(twin_error.mean()) + mean_step + slack
+    )
