@@ -1,0 +1,9 @@
+"""Named faults that prove the checks: each is a few lines over a correct backend or fake, and names its check.
+
+To add one: decorate a function with `mutant(...)` in the file of its kind.
+"""
+
+from conformance.mutants import engines, kernels, lifecycles, numerics
+from conformance.mutants.mutant import MUTANTS, Mutant
+
+__all__ = ["MUTANTS", "Mutant", "engines", "kernels", "lifecycles", "numerics"]

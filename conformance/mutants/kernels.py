@@ -1,0 +1,458 @@
+"""Faults of a kernel library and of the calls of it, planted in the kernel-level adapters and the fakes behind them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+import fakes.attend
+from conformance.mutants.mutant import mutant, with_patches
+
+
+def _attended(cls: type[Any], make: Any) -> type[Any]:
+    """The fakes' computation replaced: `make(original)` wherever a fake looks it up."""
+    import sys
+
+    def patches() -> list[Any]:
+        original = fakes.attend.attend
+        return [
+            (module, name, make)
+            for module_name, module in list(sys.modules.items())
+            if module_name.startswith("fakes.") and not module_name.startswith("fakes.cuda")
+            for name, value in list(vars(module).items())
+            if value is original
+        ]
+
+    return with_patches(cls, patches)
+
+
+def _answers(cls: type[Any], change: Any) -> type[Any]:
+    """A subclass whose result is `change(self, call, attention)`."""
+
+    class Answers(cls):
+        def attend(self, call: Any) -> Any:
+            return change(self, call, super().attend(call))
+
+    return Answers
+
+
+def _asks(cls: type[Any], change: Any) -> type[Any]:
+    """A subclass that makes another call: `change(self, call)`."""
+
+    class Asks(cls):
+        def attend(self, call: Any) -> Any:
+            return super().attend(change(self, call))
+
+    return Asks
+
+
+@mutant(
+    "idx_mul_wraps",
+    base="kernel:fa-kvcache",
+    check="values",
+    why="slot times stride is computed in too few bits (16 here, 32 in the reports)",
+    issue="flashinfer#3130, vllm#47671",
+    tokens=600,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def make(original: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, spans: Any, **kw: Any) -> Any:
+            stride = k.shape[-1] * k.shape[-2] if kw["layout"] == "NHD" else k.shape[-1]
+            wrapped = [replace(s, slots=(s.slots * stride % (1 << 16)) // stride) for s in spans]
+            return original(q, k, v, wrapped, **kw)
+
+        return attend
+
+    return _attended(cls, make)
+
+
+@mutant(
+    "mask_offset_wraps",
+    base="kernel:fi-prefill",
+    check="values",
+    why="offsets into the packed custom mask are computed in too few bits (5 here, 31 in the report)",
+    issue="flashinfer#1290",
+    tokens=40,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def make(original: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, spans: Any, **kw: Any) -> Any:
+            if kw.get("custom") is not None:
+                kw["custom"] = [
+                    np.take(m.reshape(-1), np.arange(m.size) % 32, mode="clip").reshape(m.shape) if m.size else m
+                    for m in kw["custom"]
+                ]
+            return original(q, k, v, spans, **kw)
+
+        return attend
+
+    return _attended(cls, make)
+
+
+@mutant(
+    "mask_flat_no_check",
+    base="kernel:fi-prefill",
+    check="metadata",
+    why="the custom mask is handed over transposed; its size fits and nobody looks at its shape",
+    issue="flashinfer#3176",
+    tokens=2,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def change(self: Any, call: Any) -> Any:
+        if call.custom_mask is None:
+            return call
+        return replace(call, custom_mask=[m.t().contiguous().view(m.shape) for m in call.custom_mask])
+
+    return _asks(cls, change)
+
+
+@mutant(
+    "merge_no_empty_guard",
+    base="kernel:fa-merge",
+    check="values",
+    why="rows without keys are declared, and merging two empty states gives NaN",
+    issue="flashinfer#4051, vllm#39148",
+    tokens=1,
+    declares={"rows_without_keys": True},
+)
+def _(cls: type[Any]) -> type[Any]:
+    class Unguarded(cls):
+        def attend(self, call: Any) -> Any:
+            from backends.contract import Attention
+
+            (out, lse), *others = call.states
+            for other, other_lse in others:
+                out, lse = self.merge_state_v2(out, lse, other, other_lse)
+            return Attention(out, lse)
+
+    return Unguarded
+
+
+@mutant(
+    "merge_plus_inf",
+    base="kernel:fi-merge",
+    check="values",
+    why="an empty state comes with LSE +inf and takes all the weight",
+    issue="FlashMLA#77, Dao#978",
+    tokens=1,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def change(self: Any, call: Any) -> Any:
+        states = [(v, torch.where(lse.isneginf(), -lse, lse)) for v, lse in call.states]
+        return replace(call, states=states)
+
+    return _asks(cls, change)
+
+
+@mutant(
+    "merge_in_base_e",
+    base="kernel:fi-merge",
+    check="values",
+    why="base-2 LSEs are merged as natural ones",
+    issue="sglang#40903, vllm#47079",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class Natural(cls):
+        def attend(self, call: Any) -> Any:
+            states = [(v, lse / math.log(2.0)) for v, lse in call.states]
+            merged = super().attend(replace(call, states=states))
+            return replace(merged, lse=None if merged.lse is None else merged.lse * math.log(2.0))
+
+    return Natural
+
+
+@mutant(
+    "sentinel_5e4",
+    base="kernel:fi-decode",
+    check="lse",
+    why="-inf is declared for rows without keys, and a finite sentinel comes",
+    issue="flashinfer#4452",
+    tokens=0,
+    declares={"empty_lse": "-inf"},
+)
+def _(cls: type[Any]) -> type[Any]:
+    class Undeclared(cls):
+        pass
+
+    return Undeclared
+
+
+@mutant(
+    "lse_plus_inf",
+    base="kernel:fa-kvcache",
+    check="lse",
+    why="the LSE of a row without keys is +inf",
+    issue="FlashMLA#77",
+    tokens=0,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def change(self: Any, call: Any, answer: Any) -> Any:
+        return replace(answer, lse=torch.where(answer.lse.isneginf(), -answer.lse, answer.lse))
+
+    return _answers(cls, change)
+
+
+@mutant(
+    "lse_log2",
+    base="kernel:fa-kvcache",
+    check="lse",
+    why="the LSE is in base 2 and declared natural",
+    issue="sglang#40903",
+)
+def _(cls: type[Any]) -> type[Any]:
+    def change(self: Any, call: Any, answer: Any) -> Any:
+        return replace(answer, lse=answer.lse / math.log(2.0))
+
+    return _answers(cls, change)
+
+
+@mutant(
+    "lse_padded_offset",
+    base="kernel:fa-varlen",
+    check="lse",
+    why="LSEs are written at the offsets of a padded batch into a packed buffer",
+    issue="Dao#2542",
+    requests=2,
+    tokens=2,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def change(self: Any, call: Any, answer: Any) -> Any:
+        longest = max(call.qo_lens)
+        lse = torch.full_like(answer.lse, float("nan"))
+        row = 0
+        for i, n in enumerate(call.qo_lens):
+            at = i * longest
+            room = max(min(n, lse.shape[0] - at), 0)
+            lse[at : at + room] = answer.lse[row : row + room]
+            row += n
+        return replace(answer, lse=lse)
+
+    return _answers(cls, change)
+
+
+@mutant(
+    "stale_tile",
+    base="kernel:fa-kvcache",
+    check="values",
+    why="the tail of a tile of keys still holds the request before, and is not masked",
+    issue="flashinfer#1046",
+    requests=2,
+    tokens=3,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def make(original: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, spans: Any, **kw: Any) -> Any:
+            if kw.get("custom") is not None or kw.get("causal"):
+                return original(q, k, v, spans, **kw)
+            stale = [
+                replace(s, slots=np.concatenate([s.slots, before.slots[len(s.slots) :]]))
+                for s, before in zip(spans[1:], spans, strict=False)
+            ]
+            return original(q, k, v, [*spans[:1], *stale], **kw)
+
+        return attend
+
+    return _attended(cls, make)
+
+
+@mutant(
+    "softmax_over_tile",
+    base="kernel:fa-kvcache",
+    check="values",
+    why="the softmax's denominator counts the padding lanes of the last tile of keys",
+    issue="flashinfer#3716",
+    tokens=1,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def make(original: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, spans: Any, **kw: Any) -> Any:
+            out, lse = original(q, k, v, spans, **kw)
+            for s in spans:
+                padding = -len(s.slots) % 16
+                rows = slice(s.q_start, s.q_end)
+                with np.errstate(all="ignore"):
+                    whole = np.logaddexp(lse[rows], math.log(padding) if padding else -np.inf)
+                    share = np.where(np.isneginf(lse[rows]), 0.0, np.exp(lse[rows] - whole))
+                out[rows] *= share[..., None]
+            return out, lse
+
+        return attend
+
+    return _attended(cls, make)
+
+
+@mutant(
+    "requires_len_ge_1",
+    base="kernel:fa-kvcache",
+    check="values",
+    why="the kernel indexes the page table with -1 for a request without keys",
+    issue="sglang#5875, vllm#35969",
+    tokens=0,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def change(self: Any, call: Any) -> Any:
+        if 0 in call.kv_lens:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return call
+
+    return _asks(cls, change)
+
+
+@mutant(
+    "skip_negative_len",
+    base="kernel:fa-varlen",
+    check="poison",
+    why="rows that see no key are skipped; their output is never written",
+    issue="flashinfer#1533",
+    tokens=0,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def change(self: Any, call: Any, answer: Any) -> Any:
+        empty = answer.lse.isneginf().all(1)
+        return replace(answer, out=torch.where(empty[:, None, None], float("nan"), answer.out).to(answer.out.dtype))
+
+    return _answers(cls, change)
+
+
+@mutant(
+    "window_tile_granular",
+    base="kernel:fi-prefill",
+    check="values",
+    why="the window is applied to whole tiles of 16 keys",
+    issue="sglang#31501",
+)
+def _(cls: type[Any]) -> type[Any]:
+    def make(original: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, spans: Any, **kw: Any) -> Any:
+            left = kw.get("window_left", -1)
+            if left >= 0:
+                kw["window_left"] = left + 15
+            return original(q, k, v, spans, **kw)
+
+        return attend
+
+    return _attended(cls, make)
+
+
+@mutant(
+    "late_window_ignored",
+    base="kernel:fi-prefill",
+    check="metadata",
+    why="plan is not told the window; forward is, too late",
+    issue="sglang#31501",
+)
+def _(cls: type[Any]) -> type[Any]:
+    return _late(cls, "window")
+
+
+@mutant(
+    "late_soft_cap_ignored",
+    base="kernel:fi-decode",
+    check="metadata",
+    why="plan is not told the soft cap; forward is, and ignores it",
+    issue="sglang#33915",
+)
+def _(cls: type[Any]) -> type[Any]:
+    return _late(cls, "soft_cap")
+
+
+def _late(cls: type[Any], option: str) -> type[Any]:
+    def change(self: Any, call: Any) -> Any:
+        return replace(call, **{option: None})
+
+    return _asks(cls, change)
+
+
+@mutant(
+    "fp8_tail64",
+    base="kernel:fi-prefill",
+    check="values",
+    why="the last 64 bytes of each fp8 row of V are dropped",
+    issue="flashinfer#4976",
+    tokens=1,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def make(original: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, spans: Any, **kw: Any) -> Any:
+            out, lse = original(q, k, v, spans, **kw)
+            if v.element_size() == 1:
+                out[..., -64:] = 0.0
+            return out, lse
+
+        return attend
+
+    return _attended(cls, make)
+
+
+@mutant(
+    "v_scale_ignored",
+    base="kernel:fi-decode",
+    check="values",
+    why="v_scale is not passed to run",
+    issue="flashinfer#1023, flashinfer#4979",
+    tokens=1,
+)
+def _(cls: type[Any]) -> type[Any]:
+    return _asks(cls, lambda self, call: replace(call, v_scale=1.0))
+
+
+@mutant(
+    "k_scale_ignored",
+    base="kernel:fi-prefill",
+    check="values",
+    why="k_scale is not passed to run",
+    issue="flashinfer#1023",
+)
+def _(cls: type[Any]) -> type[Any]:
+    return _asks(cls, lambda self, call: replace(call, k_scale=1.0))
+
+
+@mutant(
+    "chunk_not_tile_multiple",
+    base="kernel:fi-ragged",
+    check="values",
+    why="keys beyond the last whole tile of 16 are lost when there is more than one tile",
+    issue="flashinfer#1206",
+    tokens=17,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def make(original: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, spans: Any, **kw: Any) -> Any:
+            out, lse = original(q, k, v, spans, **kw)
+            for s in spans:
+                n = len(s.slots)
+                if n > 16 and n % 16 and kw.get("custom") is None:
+                    whole = [replace(s, slots=s.slots[: n // 16 * 16])]
+                    short, _ = original(q, k, v, whole, **kw)
+                    out[s.q_start : s.q_end] = short[s.q_start : s.q_end]
+            return out, lse
+
+        return attend
+
+    return _attended(cls, make)
+
+
+@mutant(
+    "rows_beyond_one_tile",
+    base="kernel:fi-prefill",
+    check="values",
+    why="query rows beyond the first tile of 16 are computed as if they were the last of it",
+    issue="flashinfer#3871",
+    tokens=17,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def make(original: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, spans: Any, **kw: Any) -> Any:
+            out, lse = original(q, k, v, spans, **kw)
+            for s in spans:
+                if s.q_end - s.q_start > 16:
+                    out[s.q_start + 16 : s.q_end] = out[s.q_start + 15]
+            return out, lse
+
+        return attend
+
+    return _attended(cls, make)
