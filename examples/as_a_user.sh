@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Test examples/my_engine the way its author would: from an empty folder, against an installed wheel of this package.
+# The environment is new; torch and the other dependencies are borrowed from the one that PYTHON belongs to.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$(realpath --no-symlinks "${PYTHON:-.venv/bin/python}")
+
+rm -rf build
+"$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/dist .
+"$python" -m venv --without-pip build/user
+user=$PWD/build/user/bin/python
+install=("$python" -m pip --python "$user" install --quiet --disable-pip-version-check)
+"${install[@]}" --no-deps build/dist/*.whl
+"$user" - "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" <<'PY'
+import pathlib, sys, sysconfig
+pathlib.Path(sysconfig.get_path("purelib"), "borrowed.pth").write_text(sys.argv[1] + "\n")
+PY
+# pip finds this package and its dependencies there already, and would fail to find a newer one in an empty index.
+"${install[@]}" ./examples/my_engine
+cp -r examples/my_engine/tests build/tests
+mkdir build/empty
+
+cd build/empty
+"$user" -c 'import conformance, sys; assert conformance.__file__.startswith(sys.prefix), conformance.__file__'
+echo "--- the engine's own test"
+"$user" -m pytest -q ../tests
+echo "--- the whole suite, by the name of the class"
+"$user" -m pytest -q --pyargs conformance --backend my_engine.attention:MyBackend
+echo "--- the command, by the name that the entry point announces"
+"$user" -m conformance run --backend my-engine

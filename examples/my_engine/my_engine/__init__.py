@@ -1,0 +1,1 @@
+"""A serving engine of which this example holds the attention backend only."""
