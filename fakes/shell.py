@@ -18,6 +18,8 @@ from typing import NoReturn
 
 from fakes import extract, releases
 
+LIBRARIES = tuple(extract.MODULES)
+
 
 def expose(library: str) -> None:
     """Enter a fake ("flashinfer", "sgl_kernel") and its submodules in `sys.modules` under the real names."""
