@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from cases.lengths import chunked_cached, lengths, prefill_cached, query_len
@@ -297,7 +297,7 @@ class _KernelBatches(_Batches):
         decode = self.chosen["batch"] == "decode"
         keyless = self.wanted.rows_without_keys
         kv_lens, splits = self.wished(indices, 1)
-        room = self.row_limit
+        room = self.row_limit - len(kv_lens)
         spans: list[tuple[int, int]] = []
         for wished, split in zip(kv_lens, splits, strict=True):
             kv = wished
@@ -308,13 +308,11 @@ class _KernelBatches(_Batches):
                 qo = 1
             if qo > kv and self.mask.causal and not keyless:
                 qo = kv
-            qo = min(qo, room) if qo else 0
-            room -= qo
+            qo = min(qo, 1 + room)
+            room -= max(qo - 1, 0)
             spans.append((qo, kv))
         if not any(qo for qo, _ in spans):
             spans[0] = (1, spans[0][1] if keyless else max(1, spans[0][1]))
-        if not self.wanted.empty_requests:
-            spans = [(max(qo, 1), kv) for qo, kv in spans]
         return self._request_step(spans, decode)
 
     def _request_step(self, spans: list[tuple[int, int]], decode: bool) -> Step:
@@ -326,11 +324,11 @@ class _KernelBatches(_Batches):
         return Step(tuple(requests), "decode" if decode else "prefill", "decode" if decode else "prefill")
 
 
-@cache
+@lru_cache(maxsize=1 << 15)
 def _request(cached: int, extend: int, uid: int, prefix_of: int | None, prefix_len: int) -> Request:
     return Request(cached, extend, uid, prefix_of, prefix_len)
 
 
-@cache
+@lru_cache(maxsize=1 << 15)
 def _kernel_request(qo: int, kv: int, uid: int, prefix_of: int | None, prefix_len: int) -> KernelRequest:
     return KernelRequest(qo, kv, uid, prefix_of, prefix_len)

@@ -66,4 +66,4 @@ def chunked_cached(split: int, kv_len: int, page_size: int) -> int:
 
 def query_len(split: int, kv_len: int) -> int:
     """Query rows of a kernel-level request: from one row over all of them to more rows than keys, or none."""
-    return (1, kv_len, 2, kv_len // 2 + 1, max(kv_len - 1, 0), kv_len + 1, 2 * kv_len + 1, 0)[split]
+    return (1, kv_len, 2, kv_len // 2 + 1, max(kv_len - 1, 0), kv_len // 4 + 1, kv_len + 1, 0)[split]
