@@ -10,7 +10,6 @@ from reference.budget import (
     lse_budget,
 )
 from reference.masks import visible
-from reference.merge import from_base, merge, merge_all, to_base
 from reference.state import AttentionState
 from reference.twin import low_precision
 
@@ -21,12 +20,8 @@ __all__ = [
     "error_budget",
     "exact_tolerance",
     "exceeds",
-    "from_base",
     "low_precision",
     "lse_budget",
-    "merge",
-    "merge_all",
     "paged_attention",
-    "to_base",
     "visible",
 ]

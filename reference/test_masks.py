@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cases.model import Mask
+from reference.masks import row_is_empty, visible
+
+
+def pattern(mask: torch.Tensor) -> list[str]:
+    return ["".join("#" if sees else "." for sees in row) for row in mask.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("qo_len", "kv_len", "mask", "wanted"),
+    [
+        (3, 5, Mask(), ["###..", "####.", "#####"]),
+        (3, 3, Mask(), ["#..", "##.", "###"]),
+        (4, 2, Mask(), ["..", "..", "#.", "##"]),
+        (2, 3, Mask(causal=False), ["###", "###"]),
+        (3, 5, Mask(window=1), ["..#..", "...#.", "....#"]),
+        (3, 5, Mask(window=2), [".##..", "..##.", "...##"]),
+        (3, 5, Mask(window=4), ["###..", "####.", ".####"]),
+        (3, 5, Mask(window=9), ["###..", "####.", "#####"]),
+        (2, 4, Mask(causal=False, window=2), [".###", "..##"]),
+        (3, 1, Mask(causal=False, window=1), ["#", "#", "#"]),
+        (1, 4, Mask(), ["####"]),
+        (2, 0, Mask(), ["", ""]),
+        (0, 3, Mask(), []),
+    ],
+)
+def test_masks_drawn_by_hand(qo_len: int, kv_len: int, mask: Mask, wanted: list[str]) -> None:
+    seen = visible(qo_len, kv_len, mask)
+    assert seen.dtype == torch.bool
+    assert seen.shape == (qo_len, kv_len)
+    assert pattern(seen) == wanted
+    for lo in range(kv_len + 1):
+        for hi in range(lo, kv_len + 1):
+            assert torch.equal(visible(qo_len, kv_len, mask, keys=(lo, hi)), seen[:, lo:hi])
+    assert [row_is_empty(row, qo_len, kv_len, mask) for row in range(qo_len)] == [
+        not any(row) for row in seen.tolist()
+    ]
+
+
+def test_custom_replaces_causal_and_window() -> None:
+    custom = torch.tensor([[False, True, True], [True, False, False]])
+    mask = Mask(window=1)
+    assert torch.equal(visible(2, 3, mask, custom), custom)
+    assert torch.equal(visible(2, 3, mask, custom, keys=(1, 3)), custom[:, 1:])
+
+
+def test_custom_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"custom is \(3, 2\), must be \(qo_len, kv_len\) = \(2, 3\)"):
+        visible(2, 3, Mask(), torch.ones(3, 2, dtype=torch.bool))
+
+
+def test_custom_that_is_missing_is_refused() -> None:
+    with pytest.raises(ValueError, match="custom must hold"):
+        visible(2, 3, Mask(causal=False, custom=7))
