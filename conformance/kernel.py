@@ -13,7 +13,8 @@ from cases.tensors import StepTensors
 from conformance.engine import EngineRun, fused, receive
 from conformance.execution import Execution, Failure, LayerRun, StepRun
 from conformance.question import Answer
-from reference import AttentionState, exact_tolerance, from_base, merge_all, paged_attention, to_base, visible
+from reference import AttentionState, exact_tolerance, paged_attention, visible
+from reference.merge import from_base, merge_all, to_base
 
 __all__ = ["KernelRun"]
 

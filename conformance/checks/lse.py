@@ -14,7 +14,7 @@ from conformance.compare import describe, elements, tensor_fault
 from conformance.execution import LayerRun
 from conformance.outcome import Finding
 from conformance.trial import Trial
-from reference import to_base
+from reference.merge import to_base
 
 NAME = "lse"
 SENTINEL = -1.0e4

@@ -18,7 +18,7 @@ from conformance.execution import LayerRun
 from conformance.fields import wrong_fields
 from conformance.outcome import Finding
 from conformance.trial import Trial
-from fakes.recorder import Attended, Call
+from fakes.recorder import Attended, Call, TensorRecord
 from reference import visible
 
 NAME = "metadata"
@@ -34,7 +34,39 @@ def check(trial: Trial) -> list[Finding] | None:
             attends = [c for c in calls if c.attended is not None and c.at.layer == layer]
             if attends:
                 found += _layer(trial, step, layer, handed, attends)
+    found += _of_refused_call(trial)
     return found if looked else None
+
+
+def _of_refused_call(trial: Trial) -> list[Finding]:
+    """Which array of the call that a library refused is wrong."""
+    failure = trial.first.failure
+    if failure is None or failure.step < 0:
+        return []
+    calls = [c for c in trial.first.calls(failure.step) if c.op in ("plan", "attend")]
+    if not calls or calls[-1].attended is not None or calls[-1].at.layer != failure.layer:
+        return []
+    call, tensors = calls[-1], trial.question.step(failure.step)
+    return [
+        Finding(
+            check=NAME,
+            step=failure.step,
+            layer=failure.layer if failure.layer >= 0 else None,
+            request=field.request,
+            field=field.field,
+            message=field.message,
+        )
+        for field in wrong_fields(trial.case, tensors, _plan_of(trial, call), call, _given_page_size(call))
+    ]
+
+
+def _given_page_size(call: Call) -> int:
+    """Page size of a call that was not carried out, by its arguments; 0 if they do not tell."""
+    given = call.arguments.get("page_size")
+    if isinstance(given, int):
+        return given
+    cache = call.arguments.get("k_cache")
+    return cache.shape[1] if isinstance(cache, TensorRecord) and len(cache.shape) == 4 else 0
 
 
 def rule_findings(trial: Trial, kind: str, name: str) -> list[Finding]:

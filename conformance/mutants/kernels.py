@@ -57,6 +57,7 @@ def _asks(cls: type[Any], change: Any) -> type[Any]:
     why="slot times stride is computed in too few bits (16 here, 32 in the reports)",
     issue="flashinfer#3130, vllm#47671",
     tokens=600,
+    requests=2,
 )
 def _(cls: type[Any]) -> type[Any]:
     def make(original: Any) -> Any:
@@ -217,7 +218,7 @@ def _(cls: type[Any]) -> type[Any]:
     why="LSEs are written at the offsets of a padded batch into a packed buffer",
     issue="Dao#2542",
     requests=2,
-    tokens=2,
+    tokens=3,
 )
 def _(cls: type[Any]) -> type[Any]:
     def change(self: Any, call: Any, answer: Any) -> Any:
@@ -308,7 +309,7 @@ def _(cls: type[Any]) -> type[Any]:
     check="poison",
     why="rows that see no key are skipped; their output is never written",
     issue="flashinfer#1533",
-    tokens=0,
+    tokens=1,
 )
 def _(cls: type[Any]) -> type[Any]:
     def change(self: Any, call: Any, answer: Any) -> Any:

@@ -144,8 +144,8 @@ def _(cls: type[Any]) -> type[Any]:
     check="metadata",
     why="the page table of the first batch is kept for every later batch of the same size",
     issue="sglang#26957",
-    requests=2,
-    tokens=4,
+    requests=4,
+    tokens=6,
 )
 def _(cls: type[Any]) -> type[Any]:
     from dataclasses import replace

@@ -100,6 +100,7 @@ def _(cls: type[Any]) -> type[Any]:
     check="values",
     why="q is read as if it were contiguous",
     issue="flashinfer#1865",
+    tokens=3,
 )
 def _(cls: type[Any]) -> type[Any]:
     class Contiguous(cls):
