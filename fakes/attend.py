@@ -68,8 +68,8 @@ def attend(
     if not spans:
         return _unpacked(result, top, total, rows, group)
     slots = np.concatenate([span.slots for span in spans]) if len(spans) > 1 else spans[0].slots
-    keys = _gather(k, slots, layout)
-    values = keys if v is k else _gather(v, slots, layout)
+    keys = gather(k, slots, layout)
+    values = keys if v is k else gather(v, slots, layout)
     per_head = isinstance(k_scale, np.ndarray) or isinstance(v_scale, np.ndarray)
     factor = scale if per_head else scale * k_scale
     query = _doubles(q)
@@ -228,7 +228,7 @@ def _doubles(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.detach() if tensor.requires_grad else tensor).to(torch.float64).numpy()
 
 
-def _gather(cache: torch.Tensor, slots: np.ndarray, layout: str) -> np.ndarray:
+def gather(cache: torch.Tensor, slots: np.ndarray, layout: str) -> np.ndarray:
     """Float64 `[len(slots), num_kv_heads, dim]`: the keys or values in these slots."""
     flat, index = cache.detach() if cache.requires_grad else cache, slots
     if layout != "ragged":

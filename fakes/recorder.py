@@ -68,7 +68,8 @@ class Attended:
     """One attention computation, decoded. Tensors are host aliases of what was handed over.
 
     `layout` is NHD, HND or "ragged". `window_left`, `window_right`: keys visible on either side of the row's own
-    position (-1: all). `soft_cap` 0: none. `custom`: one bool `[qo_len, kv_len]` a span, or None.
+    position (-1: all). `soft_cap` 0: none. `custom`: one bool `[qo_len, kv_len]` a span, or None. `scale` is the factor
+    on q . k beside `k_scale`, which dequantises k as `v_scale` does v.
     """
 
     q: torch.Tensor
@@ -83,6 +84,8 @@ class Attended:
     soft_cap: float
     scale: float
     custom: tuple[np.ndarray, ...] | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 @dataclass(slots=True)

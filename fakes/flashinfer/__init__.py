@@ -1,0 +1,61 @@
+"""A CPU stand-in for `flashinfer`: the attention surface of flashinfer-python, by release (`fakes.releases`).
+
+It computes what the library computes, refuses what it refuses, and gets wrong what it gets wrong; `fakes.contract`
+lists which. In strict mode it first records what the library would silently get wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fakes import releases
+from fakes.flashinfer import cascade, decode, mla, prefill
+from fakes.flashinfer.cascade import (
+    MultiLevelCascadeAttentionWrapper,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
+from fakes.flashinfer.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    single_decode_with_kv_cache,
+)
+from fakes.flashinfer.mla import BatchMLAPagedAttentionWrapper
+from fakes.flashinfer.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "cascade",
+    "decode",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "mla",
+    "prefill",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
+
+__fake__ = True
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return releases.selected("flashinfer")
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise AttributeError(
+        f"the fake of flashinfer {releases.selected('flashinfer')} has no {name}; it covers {', '.join(__all__)}"
+    )

@@ -1,0 +1,129 @@
+"""Merging attention states (v, s): s is a log-sum-exp in base 2.
+
+Before 0.7.4 two empty states (-inf) give NaN in the pairwise kernels, and the list kernel starts from a finite
+sentinel; from 0.7.4 on an empty state is neutral.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fakes import attend as numbers
+from fakes import cuda, recorder, releases
+from fakes.flashinfer.kernels import SENTINEL
+from fakes.flashinfer.wrapper import LIBRARY, check_on_device, poisoned
+
+
+def merge_state(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge two states. v `[rows, num_heads, head_dim]`, s float32 `[rows, num_heads]`; new tensors of these shapes."""
+    with cuda.paused():
+        check_on_device(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
+        _record("merge_state", v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
+        v, s = poisoned(tuple(v_a.shape), v_a.dtype), poisoned(tuple(s_a.shape), torch.float32)
+    _pair_kernel(v_a, s_a, v_b, s_b, v, s, None)
+    return v, s
+
+
+def merge_state_in_place(
+    v: torch.Tensor,
+    s: torch.Tensor,
+    v_other: torch.Tensor,
+    s_other: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> None:
+    """Merge another state into (v, s), in the rows where `mask` (bool `[rows]`) holds, or in all.
+
+    An s of another dtype than float32 is merged in a copy: it keeps its old values.
+    """
+    with cuda.paused():
+        check_on_device(v=v, s=s, v_other=v_other, s_other=s_other)
+        record = _record("merge_state_in_place", v=v, s=s, v_other=v_other, s_other=s_other, mask=mask)
+        target = s
+        if s.dtype is not torch.float32:
+            target = cuda.adopt(cuda.host(s).to(torch.float32))
+            if record is not None:
+                record.find(
+                    "fi.merge-dtype", "arrays", "s", f"s is {s.dtype}, must be torch.float32: it is not updated"
+                )
+    _pair_kernel(v, target, v_other, s_other, v, target, mask)
+
+
+def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge lists of states. v `[rows, num_states, num_heads, head_dim]`, s `[rows, num_states, num_heads]`."""
+    with cuda.paused():
+        check_on_device(v=v, s=s)
+        _record("merge_states", v=v, s=s)
+        rows, _, num_heads, dim = v.shape
+        merged, lse = poisoned((rows, num_heads, dim), v.dtype), poisoned((rows, num_heads), torch.float32)
+    _list_kernel(v, s, merged, lse)
+    return merged, lse
+
+
+def _record(name: str, **arguments: Any) -> recorder.Recorder | None:
+    record = recorder.current()
+    if record is not None:
+        record.call(LIBRARY, name, "merge", 0, arguments)
+    return record
+
+
+def _exact(tensor: torch.Tensor) -> np.ndarray:
+    record = recorder.current()
+    known = None if record is None else record.exact_of(tensor)
+    return known if known is not None else cuda.host(tensor).detach().to(torch.float64).numpy()
+
+
+@cuda.kernel
+def _pair_kernel(
+    v_a: torch.Tensor,
+    s_a: torch.Tensor,
+    v_b: torch.Tensor,
+    s_b: torch.Tensor,
+    v: torch.Tensor,
+    s: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> None:
+    a, b = _exact(s_a), _exact(s_b)
+    with np.errstate(invalid="ignore"):
+        top = np.maximum(a, b)
+        if releases.at_least(LIBRARY, "0.7.4"):
+            top = np.where(np.isneginf(top), 0.0, top)
+        weight_a, weight_b = np.exp2(a - top), np.exp2(b - top)
+        total = weight_a + weight_b
+        divisor = np.where(total == 0.0, 1.0, total)
+        merged = (weight_a[..., None] * _exact(v_a) + weight_b[..., None] * _exact(v_b)) / divisor[..., None]
+    with np.errstate(divide="ignore"):
+        lse = np.log2(total) + top
+    untouched = None if mask is None else ~cuda.host(mask).numpy().astype(np.bool_)
+    numbers.rounded(merged, v.dtype, cuda.host(v), untouched)
+    numbers.rounded(lse, torch.float32, cuda.host(s), untouched)
+
+
+@cuda.kernel
+def _list_kernel(v: torch.Tensor, s: torch.Tensor, merged: torch.Tensor, lse: torch.Tensor) -> None:
+    states, logs = _exact(v), _exact(s)
+    count = logs.shape[1]
+    if count == 1:
+        result, total = np.array(states[:, 0]), np.array(logs[:, 0])
+    elif releases.at_least(LIBRARY, "0.7.4"):
+        top = logs.max(axis=1, initial=-np.inf)
+        top = np.where(np.isneginf(top), 0.0, top)
+        weights = np.exp2(logs - top[:, None])
+        weight = weights.sum(axis=1)
+        result = (weights[..., None] * states).sum(axis=1) / np.where(weight == 0.0, 1.0, weight)[..., None]
+        with np.errstate(divide="ignore"):
+            total = np.log2(weight) + top
+    else:  # starts from a state of weight 1 at the sentinel
+        top = logs.max(axis=1, initial=SENTINEL)
+        weights = np.exp2(logs - top[:, None])
+        first = np.exp2(SENTINEL - top)
+        weight = weights.sum(axis=1) + (first if count else 0.0)
+        weight = np.where(weight == 0.0, 1.0, weight)
+        result = (weights[..., None] * states).sum(axis=1) / weight[..., None]
+        total = np.log2(weight) + top
+    numbers.rounded(result, merged.dtype, cuda.host(merged))
+    numbers.rounded(total, torch.float32, cuda.host(lse))

@@ -1,0 +1,135 @@
+"""Which slots each request's rows attend to, by the arithmetic of the kernels on the arrays as they lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from fakes.flashinfer.arrays import first, words
+from fakes.flashinfer.plans import Plan
+from fakes.modes import UndefinedRead, illegal_access
+from fakes.recorder import Span
+
+_NOTHING = np.empty(0, dtype=np.int64)
+
+
+def paged(
+    plan: Plan,
+    qo_indptr: torch.Tensor | None,
+    kv_indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    *,
+    page_size: int,
+    num_pages: int,
+    num_rows: int,
+    limits: Sequence[int] | None = None,
+) -> tuple[Span, ...]:
+    """Spans of a paged call. `qo_indptr` None: one row per request (CUDA-core decode).
+
+    A request has (pages - 1) * page_size + last tokens, or none without pages. fa3 takes lengths and offsets from the
+    plan instead. Token t of request i lies in page `indices[kv_indptr[i] + t // page_size]`; past the last entry of
+    kv_indptr, fa2 and CUDA cores read the first slot of the pool, fa3 goes on reading `indices`.
+    `limits`: tokens per request that the plan's chunks reach.
+
+    Raises:
+        UndefinedRead: an entry past the end of `indices`.
+        RuntimeError: a page outside of the pool, as CUDA words it.
+    """
+    kv, pages, last = words(kv_indptr), words(indices), words(last_page_len)
+    qo = None if qo_indptr is None else words(qo_indptr)
+    key = (
+        None if qo is None else qo.tobytes(), kv.tobytes(), pages.tobytes(), last.tobytes(),
+        page_size, num_pages, num_rows,
+    )  # fmt: skip
+    if plan.read is not None and plan.read[0] == key:
+        return plan.read[1]
+    batch = plan.batch_size
+    fa3 = plan.kernel == "fa3"
+    if fa3:
+        rows, starts, lens = plan.qo, plan.kv, plan.kv_lens or []
+        end = None
+    else:
+        rows = list(range(batch + 1)) if qo is None else first(qo, batch + 1, "qo_indptr")
+        starts = first(kv, batch + 1, "paged_kv_indptr")
+        tails = first(last, batch, "paged_kv_last_page_len")
+        lens = [
+            0 if b == a else (b - a - 1) * page_size + tail
+            for a, b, tail in zip(starts, starts[1:], tails, strict=False)
+        ]
+        last_entry = num_rows if plan.kernel == "cuda_core" else kv.size - 1
+        end = int(kv[last_entry]) * page_size if last_entry < kv.size else starts[-1] * page_size
+    if page_size == 1:
+        slots = pages.astype(np.int64)
+    else:
+        slots = (pages.astype(np.int64)[:, None] * page_size + np.arange(page_size)).reshape(-1)
+    spans: list[Span] = []
+    read_to = 0
+    for i in range(batch):
+        begin, length = starts[i] * page_size, lens[i]
+        if limits is not None:
+            length = min(length, limits[i])
+        if length < 0 or begin < 0 or rows[i + 1] < rows[i]:
+            spans.append(Span(rows[i], rows[i], _NOTHING))  # wraps to a huge unsigned length: no result means anything
+            continue
+        stop = begin + length
+        own = stop if end is None else min(stop, end)
+        if own > slots.size and length:
+            raise UndefinedRead(
+                f"paged_kv_indices[{pages.size}] is read for request {i}, but the array has {pages.size} entries"
+            )
+        read_to = max(read_to, own)
+        if stop > own:
+            span = np.concatenate((slots[begin:own], np.zeros(stop - max(begin, own), np.int64)))
+        else:
+            span = slots[begin:stop]
+        spans.append(Span(rows[i], rows[i + 1], span if length else _NOTHING))
+    _check_pool(spans, slots, read_to, page_size, num_pages)
+    result = tuple(spans)
+    plan.read = (key, result)
+    return result
+
+
+def ragged(
+    plan: Plan, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_tokens: int, limits: Sequence[int] | None = None
+) -> tuple[Span, ...]:
+    """Spans of a ragged call: request i's keys are rows kv_indptr[i] .. kv_indptr[i + 1] of k and v.
+
+    Raises:
+        RuntimeError: rows past the end of k, as CUDA words it.
+    """
+    batch = plan.batch_size
+    if plan.kernel == "fa3":
+        rows, starts = plan.qo, plan.kv
+        stops = [a + n for a, n in zip(starts, plan.kv_lens or [], strict=False)]
+    else:
+        rows = first(words(qo_indptr), batch + 1, "qo_indptr")
+        starts = first(words(kv_indptr), batch + 1, "kv_indptr")
+        stops = starts[1:]
+    spans: list[Span] = []
+    for i in range(batch):
+        begin, stop = starts[i], stops[i]
+        if limits is not None:
+            stop = min(stop, begin + limits[i])
+        if stop < begin or rows[i + 1] < rows[i]:
+            spans.append(Span(rows[i], rows[i], _NOTHING))
+            continue
+        if stop > num_tokens or begin < 0:
+            raise illegal_access(f"request {i} reads rows {begin} to {stop - 1} of k, which has {num_tokens}")
+        spans.append(Span(rows[i], rows[i + 1], np.arange(begin, stop)))
+    return tuple(spans)
+
+
+def _check_pool(
+    spans: Sequence[Span], slots: np.ndarray, read_to: int, page_size: int, num_pages: int
+) -> None:
+    read = slots[:read_to]
+    if not read.size or (int(read.min()) >= 0 and int(read.max()) < num_pages * page_size):
+        return
+    for i, span in enumerate(spans):
+        outside = (span.slots < 0) | (span.slots >= num_pages * page_size)
+        if outside.any():
+            page = int(span.slots[int(outside.argmax())]) // page_size
+            raise illegal_access(f"request {i} reads page {page} of a pool of {num_pages} pages")
