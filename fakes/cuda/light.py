@@ -16,10 +16,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from fakes.cuda import patches, rules
 from fakes.cuda.interface import DeviceUnavailable, Kind, NotSimulated, Simulation
 from fakes.cuda.places import (
-    DEVICE,
     ON_DEVICE,
     ON_HOST,
-    TAG,
     is_device,
     put,
     put_all,
@@ -65,10 +63,7 @@ class LightMode(TorchFunctionMode):
             out = func(*args, **kwargs) if kwargs else func(*args)
         except NotImplementedError as error:
             rules.explain(func, error)
-        if type(out) is Tensor:
-            setattr(out.untyped_storage(), TAG, DEVICE)
-        else:
-            put_all(out)
+        put_all(out)
         return out
 
 

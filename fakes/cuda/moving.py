@@ -100,7 +100,7 @@ def from_data(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     return put(out) if on_device else out
 
 
-def to(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
+def to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
     """`to(device)`, `to(dtype)`, `to(other)` with all their keywords, and `type_as(other)`."""
     tensor = args[0]
     on_device = is_device(tensor)

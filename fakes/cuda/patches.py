@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.utils.dlpack
 
-from fakes.cuda import rules
+from fakes.cuda import moving, rules
 from fakes.cuda.devices import CAPABILITY, CUDA, DeviceProperties, ordinal
 from fakes.cuda.interface import NotSimulated
 from fakes.cuda.places import DEVICE, TAG
 from fakes.cuda.streams import CUDAGraph, Event, Stream, Streams, refuse_graph
 
 _ABSENT = object()
+_NVTX = ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA")
 
 
 def replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -32,13 +35,21 @@ def install(undo: ExitStack, seen: Callable[[], bool]) -> None:
     """Patch torch.cuda. `seen` says whether a torch call made now would go through the simulation."""
     for name, value in _answers(seen).items():
         replace(undo, torch.cuda, name, value)
+    for name, value in _accelerator().items():
+        replace(undo, torch.accelerator, name, value)
+    replace(undo, torch.cuda.nvtx, "_nvtx", SimpleNamespace(**dict.fromkeys(_NVTX, lambda *_: 0)))
     replace(undo, torch.version, "cuda", "13.0")
     replace(undo, torch.UntypedStorage, "device", property(_storage_device(seen)))
     replace(undo, torch, "set_default_device", _set_default_device(torch.set_default_device))
-    for compiled in (torch._C.ScriptFunction, torch._C.ScriptMethod):
-        replace(undo, compiled, "__call__", _script_call(compiled.__call__, seen))
-    replace(undo, torch, "to_dlpack", _to_dlpack(torch.to_dlpack))
-    replace(undo, torch.utils.dlpack, "to_dlpack", _to_dlpack(torch.utils.dlpack.to_dlpack))
+    for owner, name, rule in (
+        (torch._C.ScriptFunction, "__call__", rules.follow),
+        (torch._C.ScriptMethod, "__call__", rules.follow),
+        (torch.Tensor, "set_", moving.set_),
+        (torch.Tensor, "record_stream", rules.record_stream),
+        (torch, "to_dlpack", rules.dlpack),
+        (torch.utils.dlpack, "to_dlpack", rules.dlpack),
+    ):
+        replace(undo, owner, name, _ruled(owner, name, rule, seen))
     serialization = torch.serialization
     replace(undo, serialization, "location_tag", _location_tag(serialization.location_tag))
     replace(
@@ -114,6 +125,16 @@ def _answers(seen: Callable[[], bool]) -> dict[str, Any]:
     }
 
 
+def _accelerator() -> dict[str, Any]:
+    return {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_device_index": lambda: 0,
+        "synchronize": lambda device=None: None,
+    }
+
+
 def _storage_device(seen: Callable[[], bool]) -> Callable[[torch.UntypedStorage], torch.device]:
     native = torch._C.StorageBase.device.__get__  # type: ignore[attr-defined]
 
@@ -135,24 +156,18 @@ def _set_default_device(native: Callable[..., None]) -> Callable[..., None]:
     return set_default_device
 
 
-def _script_call(native: Callable[..., Any], seen: Callable[[], bool]) -> Callable[..., Any]:
-    """TorchScript does not ask modes; its functions follow their operands all the same."""
+def _ruled(owner: Any, name: str, rule: rules.Rule, seen: Callable[[], bool]) -> Callable[..., Any]:
+    """A function that does not ask torch's modes, made to follow a rule."""
+    native = getattr(owner, name)
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    @functools.wraps(native)
+    def call(*args: Any, **kwargs: Any) -> Any:
         if not seen():
-            return native(self, *args, **kwargs)
+            return native(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            return rules.follow(native, (self, *args), kwargs)
+            return rule(native, args, kwargs)
 
-    return __call__
-
-
-def _to_dlpack(native: Callable[..., Any]) -> Callable[..., Any]:
-    def to_dlpack(tensor: torch.Tensor) -> Any:
-        with torch._C.DisableTorchFunction():
-            return rules.dlpack(native, (tensor,), {})
-
-    return to_dlpack
+    return call
 
 
 def _location_tag(native: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,10 +34,19 @@ _PLAIN = frozenset(
 
 
 def place_of(tensor: Tensor) -> str | None:
-    """DEVICE, PINNED, or None for ordinary host memory. Tensors without a storage are on the host."""
+    """DEVICE, PINNED, or None for ordinary host memory, which holds all tensors without a storage (sparse ones).
+
+    Raises:
+        NotSimulated: It is a device tensor inside a torch.func transform, whose results cannot be tagged.
+    """
     try:
         return getattr(tensor.untyped_storage(), TAG, None)
-    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have none
+    except (NotImplementedError, RuntimeError):
+        functorch = torch._C._functorch
+        if functorch.is_functorch_wrapped_tensor(tensor) and is_device(functorch.get_unwrapped(tensor)):
+            raise NotSimulated(
+                "the light simulated CUDA device cannot see through torch.func transforms (vmap, grad)"
+            ) from None
         return None
 
 
@@ -62,7 +71,7 @@ def put(tensor: Tensor, place: str = DEVICE) -> Tensor:
 
 def put_all(result: Any) -> None:
     """Tag every tensor in the result of a device operation (tuples, lists and dicts, nested)."""
-    if isinstance(result, Tensor):
+    if type(result) is Tensor or isinstance(result, Tensor):
         put(result)
     elif isinstance(result, (tuple, list)):
         for item in result:

@@ -131,7 +131,7 @@ def _host_only_effect(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> A
     return args[0] if is_device(args[0]) else func(*args, **kwargs)
 
 
-def _record_stream(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
+def record_stream(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
     """Memory of the simulation is never reused while a tensor holds it."""
 
 
@@ -176,7 +176,6 @@ _RULES_BY_NAME: dict[str, Rule] = {
     "tensor": moving.from_data,
     "as_tensor": moving.from_data,
     "asarray": moving.from_data,
-    "set_": moving.set_,
     "__getitem__": indexing.getitem,
     "__setitem__": indexing.setitem,
     "index_put": indexing.index_put,
@@ -192,7 +191,6 @@ _RULES_BY_NAME: dict[str, Rule] = {
     "__dlpack__": dlpack,
     "__dlpack_device__": _dlpack_device,
     "share_memory_": _host_only_effect,
-    "record_stream": _record_stream,
 }
 _RULES_BY_NAME |= dict.fromkeys(
     (
