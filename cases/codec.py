@@ -88,8 +88,8 @@ def save(path: str | Path, case: Case, *, why: str, issue: str | None = None) ->
     lines = [
         f"  {json.dumps(key)}: {json.dumps(plain[key])}" for key in ("why", "issue", "digest") if key in plain
     ]
-    steps = ",\n".join(f"      {json.dumps(step)}" for step in body.pop("steps"))
-    inner = [f"    {json.dumps(key)}: {json.dumps(body[key])}" for key in sorted(body)]
+    steps = ",\n".join(f"      {json.dumps(step, sort_keys=True)}" for step in body.pop("steps"))
+    inner = [f"    {json.dumps(key)}: {json.dumps(body[key], sort_keys=True)}" for key in sorted(body)]
     inner.append(f'    "steps": [\n{steps}\n    ]')
     lines.append('  "case": {\n' + ",\n".join(inner) + "\n  }")
     Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

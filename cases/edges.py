@@ -1,4 +1,4 @@
-"""Named edge cases that no public report stands behind: worked examples and borders. Reports are in `corpus/`."""
+"""Named edge cases: worked examples and borders. Those from public reports are files in `corpus/`."""
 
 from __future__ import annotations
 

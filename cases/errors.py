@@ -86,10 +86,10 @@ def _rule(kind: str, ctx: Mapping[str, Any]) -> str:
     if kind == "too_long":
         return f"hold at most {ctx['max_length']}"
     return {
-        "greater_than_equal": f"be at least {ctx.get('ge')}",
-        "greater_than": f"be above {ctx.get('gt')}",
-        "less_than_equal": f"be at most {ctx.get('le')}",
-        "less_than": f"be below {ctx.get('lt')}",
+        "greater_than_equal": f"be at least {_bound(ctx, 'ge')}",
+        "greater_than": f"be above {_bound(ctx, 'gt')}",
+        "less_than_equal": f"be at most {_bound(ctx, 'le')}",
+        "less_than": f"be below {_bound(ctx, 'lt')}",
         "literal_error": f"be one of {str(ctx.get('expected')).replace(' or ', ', ')}",
         "int_type": "be an integer",
         "float_type": "be a number",
@@ -102,6 +102,11 @@ def _rule(kind: str, ctx: Mapping[str, Any]) -> str:
         "dataclass_exact_type": "be an object",
         "finite_number": "be finite",
     }.get(kind, "")
+
+
+def _bound(ctx: Mapping[str, Any], key: str) -> object:
+    bound = ctx.get(key)
+    return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
 
 
 def _shown(value: object) -> str:
