@@ -32,12 +32,14 @@ class FlashInferRagged:
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
         self.engine = engine
-        self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(
-            torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=engine.device), "NHD", backend="fa2"
-        )
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=engine.device)
+        # A ragged plan without a mask keeps that of the plan before: masked calls get a wrapper of their own.
+        self.masked_wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self.plain_wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
 
     def attend(self, call: KernelCall) -> Attention:
-        self.wrapper.plan(
+        wrapper = self.plain_wrapper if call.custom_mask is None else self.masked_wrapper
+        wrapper.plan(
             qo_indptr=indptr(call.qo_lens, call.q.device),
             kv_indptr=indptr(call.kv_lens, call.q.device),
             num_qo_heads=self.engine.num_qo_heads,
@@ -52,5 +54,5 @@ class FlashInferRagged:
             q_data_type=call.q.dtype,
             kv_data_type=call.k.dtype,
         )
-        out, lse = self.wrapper.run(call.q, call.k, call.v, return_lse=True)
+        out, lse = wrapper.run(call.q, call.k, call.v, return_lse=True)
         return Attention(out, lse)
