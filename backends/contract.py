@@ -55,6 +55,8 @@ class Capabilities:
     """Takes a boolean mask per request."""
     rows_without_keys: bool = False
     """Kernel level: takes rows that see no key (`kv_len` 0, or `qo_len > kv_len` under a causal mask)."""
+    batches_without_keys: bool = True
+    """Kernel level, with `rows_without_keys`: takes a batch in which no request has a key."""
     empty_requests: bool = False
     """Kernel level: takes requests with `qo_len` 0."""
     merges: bool = False

@@ -102,11 +102,18 @@ def _step(case: Case, step: Step, placed: Placed) -> StepTensors:
         placed,
         tokens,
         rows,
-        torch.from_numpy(q).to(getattr(torch, case.dtype)),
-        torch.from_numpy(k).to(kv_dtype),
-        torch.from_numpy(v).to(kv_dtype),
+        _tensor(q, getattr(torch, case.dtype)),
+        _tensor(k, kv_dtype),
+        _tensor(v, kv_dtype),
         None if case.mask.custom is None else custom_masks(case.mask.custom, step),
     )
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    # numpy gives an array without elements odd strides, which kernels look at
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
+    return torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
 
 
 def custom_masks(seed: int, step: Step) -> tuple[torch.Tensor, ...]:

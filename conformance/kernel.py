@@ -108,7 +108,7 @@ class KernelRun(EngineRun):
                 k_scale=case.k_scale,
                 v_scale=case.v_scale,
             )
-            rounded.append((state.out.to(tensors.q.dtype), to_base(state.lse, base).float()))
+            rounded.append((state.out.to(tensors.q.dtype).contiguous(), to_base(state.lse, base).float().contiguous()))
         exact = merge_all(
             [AttentionState(out.double(), from_base(lse.double(), base)) for out, lse in rounded]
         )

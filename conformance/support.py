@@ -54,4 +54,6 @@ def _unsupported_step(case: Case, c: Capabilities) -> str | None:
             for qo, kv in zip(step.qo_lens, step.kv_lens, strict=True)
         ):
             return "rows that see no key"
+        if not c.batches_without_keys and not any(step.kv_lens):
+            return "a batch without keys"
     return None

@@ -183,7 +183,8 @@ def _unpacked(
     np.log(total, out=total)
     total += top
     heads = result.shape[0]
-    out = result.reshape(heads, rows, group, -1).transpose(1, 0, 2, 3).reshape(rows, heads * group, -1)
+    dim = result.shape[-1]
+    out = result.reshape(heads, rows, group, dim).transpose(1, 0, 2, 3).reshape(rows, heads * group, dim)
     return out, total.reshape(heads, rows, group).transpose(1, 0, 2).reshape(rows, heads * group)
 
 
