@@ -1,18 +1,21 @@
 """A simulated CUDA device on a CPU: engine code that demands CUDA runs unmodified.
 
-`simulated_cuda()` installs it. This release has the *light* device, which sees what goes through torch's Python
-interface in one thread. It does not see, and raises a clear error for where it can:
+`simulated_cuda()` installs it. This release has the *light* device, which sees what goes through torch's
+Python interface in one thread. It does not see, and raises a clear error for where it can:
 
 - `torch.set_default_device("cuda")`: refused. `with torch.device("cuda"):` works.
-- Other threads: `torch.cuda`'s initialisation, factories on "cuda" and kernels are refused there; a device tensor that
-  another thread only computes with looks like a CPU tensor to it.
-- Bodies of custom operators and of TorchScript functions: factories on "cuda" are refused there; device tensors look
-  like CPU tensors inside, and their results are on the device again.
+- Other threads: `torch.cuda`'s initialisation, factories on "cuda" and kernels are refused there; a device
+  tensor that another thread only computes with looks like a CPU tensor to it.
+- Bodies of custom operators and of TorchScript functions: factories on "cuda" are refused there; device
+  tensors look like CPU tensors inside, and their results are on the device again.
 - Operators that have a CUDA kernel only: refused.
 - `torch.save`, `pickle` of device tensors and `torch.load` onto "cuda": refused.
-- CUDA graphs, DLPack export, legacy types by name (`t.type("torch.cuda.FloatTensor")`), sparse tensors: refused.
-- `torch.device(0)` and `torch.Generator("cuda")`: torch's own error. One random generator serves host and device.
+- CUDA graphs, DLPack export, legacy types by name (`t.type("torch.cuda.FloatTensor")`), sparse tensors:
+  refused.
+- `torch.device(0)` and `torch.Generator("cuda")`: torch's own error. One random generator serves host and
+  device.
 - Names that were imported from `torch.cuda` before the simulation began: those answer as without a device.
+- Nested tensors and `torch.accelerator`, which answer as without a device; torch.func transforms: refused.
 - Addresses: memory reached through `data_ptr()` or the storage's own methods is host memory.
 """
 
@@ -52,12 +55,12 @@ __all__ = [
 
 @contextmanager
 def simulated_cuda(kind: Literal["auto", "light", "full"] = "auto") -> Iterator[Simulation]:
-    """Install a simulated CUDA device for the block, one in a process, and remove every trace of it afterwards.
+    """Install a simulated CUDA device, one in a process, and remove every trace of it afterwards.
 
     `kind`: "light", or "auto" for the best that can be had here; "full" insists on the full device.
 
     Raises:
-        DeviceUnavailable: That kind cannot be installed: "full" is not part of this release, a real GPU is there.
+        DeviceUnavailable: That kind cannot be installed here ("full" is not part of this release).
         RuntimeError: One is installed already.
     """
     if kind not in ("auto", "light", "full"):

@@ -1,6 +1,7 @@
 """Indexing across devices: an index may be on the CPU, a value assigned to a slice may be anywhere.
 
-Source: torch/csrc/autograd/python_variable_indexing.cpp and aten/src/ATen/native/TensorAdvancedIndexing.cpp, torch 2.13.
+Source: torch/csrc/autograd/python_variable_indexing.cpp and
+aten/src/ATen/native/TensorAdvancedIndexing.cpp, torch 2.13.
 """
 
 from __future__ import annotations

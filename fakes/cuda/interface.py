@@ -24,7 +24,7 @@ class DeviceUnavailable(RuntimeError):  # noqa: N818
 
 
 class NotSimulated(NotImplementedError):  # noqa: N818
-    """The installed device does not simulate what was asked for; the message names what and which one would."""
+    """The installed device does not simulate what was asked for; the message names what."""
 
 
 class Simulation(ABC):
@@ -93,10 +93,10 @@ def current() -> Simulation | None:
 
 
 def host(t: torch.Tensor) -> torch.Tensor:
-    """The plain CPU alias of a tensor to compute on. Zero copy: what is written there is written on the device.
+    """The plain CPU alias of a tensor, to compute on.
 
-    Compute on it inside a `kernel`, under `paused()` or outside of the simulation; between them the light device
-    takes the alias for the device tensor that it is.
+    Zero copy: what is written there is written on the device. Compute on it inside a `kernel`, under `paused()` or outside of the simulation; between them the light
+    device takes the alias for the device tensor that it is.
     """
     return t if _installed is None else _installed.host(t)
 
@@ -104,22 +104,24 @@ def host(t: torch.Tensor) -> torch.Tensor:
 def adopt(t: torch.Tensor) -> torch.Tensor:
     """The device tensor over a CPU tensor's storage, without copying. Use what is returned in place of `t`.
 
-    All tensors over that storage move with it. Without a simulation, where every tensor counts as on the device, `t`.
+    All tensors over that storage move with it. Without a simulation, where every tensor counts as on the
+    device, `t`.
     """
     return t if _installed is None else _installed.adopt(t)
 
 
 def on_device(t: torch.Tensor) -> bool:
-    """Whether a tensor is on the simulated device. Without a simulation every tensor counts as on the device."""
+    """Whether a tensor is on the simulated device. Without a simulation every tensor counts as there."""
     return True if _installed is None else _installed.on_device(t)
 
 
 def kernel(fn: Callable[P, R]) -> Callable[P, R]:
     """Make a function one device operation, as a library's kernel launch is.
 
-    Inside it the simulation is off: tensors are what `host` says, and torch and numpy run at full speed. The tensors
-    that it returns (one, or tuples, lists and dicts of them) come back on the device, except those that live in the
-    storage of an argument, which stay where they are. Without a simulation this is `fn`.
+    Inside it the simulation is off: tensors are what `host` says, and torch and numpy run at full speed.
+    The tensors that it returns (one, or tuples, lists and dicts of them) come back on the device, except
+    those that live in the storage of an argument, which stay where they are. Without a simulation this is
+    `fn`.
     """
 
     @functools.wraps(fn)
@@ -135,6 +137,7 @@ def kernel(fn: Callable[P, R]) -> Callable[P, R]:
 def paused() -> AbstractContextManager[Any]:
     """Switch the simulation off for harness code inside it: device tensors are plain CPU tensors there.
 
-    What is made there is on the CPU; `adopt` hands it over. `torch.cuda` goes on answering as the device does.
+    What is made there is on the CPU; `adopt` hands it over. `torch.cuda` goes on answering as the device
+    does.
     """
     return _nothing if _installed is None else _installed.paused()

@@ -1,6 +1,7 @@
-"""The light device: a TorchFunctionMode over CPU tensors whose storages are tagged. Pure Python, any torch build.
+"""The light device: a TorchFunctionMode over CPU tensors whose storages are tagged.
 
-It sees what torch shows to such a mode: calls of torch's Python interface in the thread that entered the simulation.
+Pure Python, any torch build. It sees what torch shows to such a mode: calls of torch's Python interface in the thread that entered the
+simulation.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 
 from fakes.cuda import patches, rules
 from fakes.cuda.interface import DeviceUnavailable, Kind, NotSimulated, Simulation
@@ -83,10 +85,12 @@ class LightDevice(Simulation):
                 "a CUDA device is not simulated where torch finds a real one; run on it, or hide it with "
                 "CUDA_VISIBLE_DEVICES=''"
             )
-        if torch.get_default_device().type == "cuda":
-            raise DeviceUnavailable(
-                "the light simulated CUDA device cannot see torch.set_default_device('cuda'); unset it first"
-            )
+        for mode in _get_current_function_mode_stack():
+            if isinstance(mode, DeviceContext) and mode.device.type == "cuda":
+                raise DeviceUnavailable(
+                    "the light simulated CUDA device cannot see a default device that was set before; unset "
+                    "torch.set_default_device('cuda') first"
+                )
         self._thread = threading.get_ident()
         with ExitStack() as undo:
             patches.install(undo, seen=self.sees_this_call)
@@ -113,8 +117,8 @@ class LightDevice(Simulation):
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:
             raise NotSimulated(
-                f"{fn.__qualname__} was called in another thread than the one that entered the simulation; the light "
-                "simulated CUDA device serves that one only"
+                f"{fn.__qualname__} was called in another thread than the one that entered the simulation; the "
+                "light simulated CUDA device serves that one only"
             )
         with torch._C.DisableTorchFunction():
             out = fn(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""Which functions may mix host and device operands, and the errors of those that may not, in torch 2.13's words.
+"""Which functions may mix host and device operands, and the errors of those that may not.
 
-Source: aten/src/ATen/TensorIterator.cpp (`compute_types`) and c10/core/impl's common device check.
+The words are torch 2.13's. Source: aten/src/ATen/TensorIterator.cpp (`compute_types`) and c10/core/impl's common device check.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def mixed(name: str, other: str = "cpu") -> RuntimeError:
 def refuse_mixing(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Tensor]
 ) -> None:
-    """Raise unless operands, one of which is on the device, may meet: all there, or 0-dim CPU tensors only read."""
+    """Raise unless operands, one of them on the device, may meet: all there, or 0-dim CPU tensors read."""
     name = name_of(func)
     for operand in operands:
         if is_device(operand):

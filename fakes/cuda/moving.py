@@ -32,7 +32,7 @@ def _native(device: Any) -> tuple[Any, bool]:
 
 
 def _land(out: Any, on_device: bool, operands: Iterable[Tensor]) -> Any:
-    """Put a result where it belongs; it is copied if it would share the storage of an operand on the other side."""
+    """Put a result where it belongs, as a copy if it shares the storage of an operand on the other side."""
     if not isinstance(out, Tensor) or is_device(out) == on_device:
         return out
     if out.is_meta:
@@ -80,7 +80,7 @@ def factory(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def from_data(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """`torch.tensor`, `as_tensor`, `asarray`: a tensor stays on its device, anything else starts on the CPU."""
+    """`torch.tensor`, `as_tensor`, `asarray`: tensors stay on their device, all else starts on the CPU."""
     data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
     kwargs = dict(kwargs)
     pinned = kwargs.pop("pin_memory", None)
@@ -100,7 +100,7 @@ def from_data(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     return put(out) if on_device else out
 
 
-def to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
+def to(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
     """`to(device)`, `to(dtype)`, `to(other)` with all their keywords, and `type_as(other)`."""
     tensor = args[0]
     on_device = is_device(tensor)
@@ -120,8 +120,9 @@ def to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Tenso
 
 
 def cuda(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
+    tensor = args[0]
     ordinal(args[1] if len(args) > 1 else kwargs.get("device"))
-    return _move(args[0], True, kwargs)
+    return _move(tensor, True, kwargs)
 
 
 def cpu(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
@@ -146,7 +147,8 @@ def type_(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         out = func(*args, **kwargs)
         return put(out) if on_device else out
     raise NotSimulated(
-        f"the light simulated CUDA device does not know the legacy tensor type {wanted}; use a dtype and `.to(device)`"
+        f"the light simulated CUDA device does not know the legacy tensor type {wanted}; use a dtype and "
+        "`.to(device)`"
     )
 
 
@@ -172,7 +174,7 @@ def set_(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
         there = is_device(source) if isinstance(source, Tensor) else getattr(source, TAG, None) is DEVICE
         if there != is_device(tensor):
             raise RuntimeError(
-                f'Attempted to set the storage of a tensor on device "{_NAMES[not there]}" to a storage on different '
-                f'device "{_NAMES[there]}".  This is no longer allowed; the devices must match.'
+                f'Attempted to set the storage of a tensor on device "{_NAMES[not there]}" to a storage on '
+                f'different device "{_NAMES[there]}".  This is no longer allowed; the devices must match.'
             )
     return func(*args, **kwargs)

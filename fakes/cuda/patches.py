@@ -35,8 +35,6 @@ def install(undo: ExitStack, seen: Callable[[], bool]) -> None:
     """Patch torch.cuda. `seen` says whether a torch call made now would go through the simulation."""
     for name, value in _answers(seen).items():
         replace(undo, torch.cuda, name, value)
-    for name, value in _accelerator().items():
-        replace(undo, torch.accelerator, name, value)
     replace(undo, torch.cuda.nvtx, "_nvtx", SimpleNamespace(**dict.fromkeys(_NVTX, lambda *_: 0)))
     replace(undo, torch.version, "cuda", "13.0")
     replace(undo, torch.UntypedStorage, "device", property(_storage_device(seen)))
@@ -68,8 +66,8 @@ def _answers(seen: Callable[[], bool]) -> dict[str, Any]:
         # torch's C++ calls this for "cuda" that no mode translated; engine code calls it through the mode.
         if not seen():
             raise NotSimulated(
-                "the light simulated CUDA device does not see this use of CUDA: it comes from another thread, a "
-                "custom operator's or TorchScript function's body, a kernel, or harness code where it is paused"
+                "the light simulated CUDA device does not see this use of CUDA: it comes from another thread, "
+                "the body of a custom operator, of a TorchScript function or of a kernel, or a pause"
             )
 
     def of_device(value: Any) -> Callable[..., Any]:
@@ -125,16 +123,6 @@ def _answers(seen: Callable[[], bool]) -> dict[str, Any]:
     }
 
 
-def _accelerator() -> dict[str, Any]:
-    return {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "current_device_index": lambda: 0,
-        "synchronize": lambda device=None: None,
-    }
-
-
 def _storage_device(seen: Callable[[], bool]) -> Callable[[torch.UntypedStorage], torch.device]:
     native = torch._C.StorageBase.device.__get__  # type: ignore[attr-defined]
 
@@ -186,7 +174,7 @@ def _restore_location(native: Callable[..., Any]) -> Callable[..., Any]:
     def default_restore_location(storage: Any, location: str) -> Any:
         if location.startswith("cuda"):
             raise NotSimulated(
-                "the light simulated CUDA device cannot load onto cuda; use map_location='cpu' and `.to('cuda')`"
+                "the light simulated CUDA device cannot load onto cuda: use map_location='cpu', then `.to('cuda')`"
             )
         return native(storage, location)
 

@@ -1,8 +1,8 @@
 """Where a tensor lives, in the light device: a tag on the Python object of its storage.
 
-All views share the storage object, and torch keeps that one object for as long as the storage lives, whoever holds it
-(measured on torch 2.13; `test_places.py` holds torch to it). So views, `detach`, `.data` and parameters keep the tag
-by themselves, and memory that is reused comes with a new object and no tag.
+All views share the storage object, and torch keeps that one object for as long as the storage lives,
+whoever holds it (measured on torch 2.13; `test_places.py` holds torch to it). So views, `detach`, `.data`
+and parameters keep the tag by themselves, and memory that is reused comes with a new object and no tag.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PLAIN = frozenset(
 
 
 def place_of(tensor: Tensor) -> str | None:
-    """DEVICE, PINNED, or None for ordinary host memory, which holds all tensors without a storage (sparse ones).
+    """DEVICE, PINNED, or None for ordinary host memory. Tensors without a storage (sparse) are there.
 
     Raises:
         NotSimulated: It is a device tensor inside a torch.func transform, whose results cannot be tagged.
@@ -42,7 +42,7 @@ def place_of(tensor: Tensor) -> str | None:
     try:
         return getattr(tensor.untyped_storage(), TAG, None)
     except (NotImplementedError, RuntimeError):
-        functorch = torch._C._functorch
+        functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
         if functorch.is_functorch_wrapped_tensor(tensor) and is_device(functorch.get_unwrapped(tensor)):
             raise NotSimulated(
                 "the light simulated CUDA device cannot see through torch.func transforms (vmap, grad)"
@@ -95,7 +95,7 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 def sides_of(values: Iterable[Any]) -> int:
-    """Where the tensors among arguments live: bits ON_DEVICE, ON_HOST, and UNKNOWN for what takes a closer look."""
+    """Where the tensors among arguments live: bits ON_DEVICE, ON_HOST, and UNKNOWN for the unusual."""
     sides = 0
     for value in values:
         kind = type(value)

@@ -1,8 +1,8 @@
 """What each torch function means when some of its operands are on the device.
 
-Most functions `follow`: all operands on one device (0-dim CPU tensors may join), results there too. The others have a
-rule of their own, found by name once per function. A rule takes the function, its positional and its keyword
-arguments, and runs with the mode off.
+Most functions `follow`: all operands on one device (0-dim CPU tensors may join), results there too. The
+others have a rule of their own, found by name once per function. A rule takes the function, its positional
+and its keyword arguments, and runs with the mode off.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def explain(func: Callable[..., Any], error: NotImplementedError) -> NoReturn:
     if "Could not run" not in str(error):
         raise error
     raise NotSimulated(
-        f"{name_of(func)} has no CPU kernel, and the light simulated CUDA device runs CPU kernels; an operator that "
-        'is registered for CUDA only needs the full device (kind="full")'
+        f"{name_of(func)} has no CPU kernel, and the light simulated CUDA device runs CPU kernels; an operator "
+        'that is registered for CUDA only needs the full device (kind="full")'
     ) from error
 
 
@@ -77,7 +77,10 @@ def _follow_first(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def _is_cuda(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
-    return getattr(args[0].untyped_storage(), TAG, None) is DEVICE
+    try:
+        return getattr(args[0].untyped_storage(), TAG, None) is DEVICE
+    except (NotImplementedError, RuntimeError):
+        return is_device(args[0])
 
 
 def _is_cpu(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
@@ -112,7 +115,8 @@ def _needs_host(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("force"):  # numpy(force=True) copies
         return func(args[0].detach().clone(), *args[1:], **kwargs)
     raise TypeError(
-        "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+        "can't convert cuda:0 device type tensor to numpy. "
+        "Use Tensor.cpu() to copy the tensor to host memory first."
     )
 
 

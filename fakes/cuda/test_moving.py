@@ -50,8 +50,8 @@ def test_factories_without_a_device_stay_on_the_cpu() -> None:
     n = torch.tensor(3, device="cuda")
     assert here(
         torch.zeros(2),
-        torch.arange(n),
-        torch.full((2,), n),
+        torch.arange(n),  # type: ignore[call-overload]
+        torch.full((2,), n),  # type: ignore[call-overload]
         torch.tensor([n, n]),
         torch.from_numpy(np.zeros(2)),
     )
@@ -181,8 +181,8 @@ def test_pinned_staging_buffer_is_copied() -> None:
 
 def test_set_needs_one_device() -> None:
     x = row()
-    assert there(torch.empty(0, device="cuda").set_(x))
-    assert here(torch.empty(0).set_(torch.zeros(2)))
+    assert there(torch.empty(0, device="cuda").set_(x))  # type: ignore[arg-type]
+    assert here(torch.empty(0).set_(torch.zeros(2)))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="Attempted to set the storage of a tensor"):
         torch.empty(0).set_(x.untyped_storage())
 

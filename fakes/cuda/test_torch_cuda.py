@@ -35,10 +35,7 @@ def test_capability_queries() -> None:
         torch.cuda.synchronize("cpu")
 
 
-def test_accelerator_and_ranges() -> None:
-    assert torch.accelerator.is_available()
-    assert torch.accelerator.current_accelerator() == torch.device("cuda")
-    torch.accelerator.synchronize()
+def test_profiler_ranges() -> None:
     with torch.cuda.nvtx.range("attention"):
         torch.cuda.nvtx.mark("plan")
 
