@@ -1,0 +1,68 @@
+"""Every rule of the contract holds on the fakes, for every release that it names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib import import_module
+
+import pytest
+
+from fakes import recorder, releases
+from fakes.contract import rules
+from fakes.contract.rule import Lab, Observation, Rule, observe
+
+ALL = rules()
+CASES = [(rule, release) for rule in ALL for release in rule.verdicts if rule.device == "light"]
+
+
+def _id(case: object) -> str:
+    return case.id if isinstance(case, Rule) else str(case)
+
+
+def _seen(rule: Rule, release: str, mode: recorder.Mode) -> tuple[Observation, recorder.Recorder]:
+    library = import_module(f"fakes.{rule.library}")
+    with releases.select(**{rule.library: release}), recorder.recording(mode) as record:
+        return observe(rule, Lab(library, mark=lambda batch: setattr(record, "at", batch))), record
+
+
+@pytest.mark.parametrize(("rule", "release"), CASES, ids=_id)
+def test_faithful_fake_does_what_was_measured(rule: Rule, release: str) -> None:
+    seen, record = _seen(rule, release, "faithful")
+    assert rule.verdicts[release].accepts(seen), f"{rule.id}: {rule.verdicts[release]} expected, saw {seen}"
+    assert not record.findings
+
+
+@pytest.mark.parametrize(
+    ("rule", "release"), [case for case in CASES if case[0].silent(case[1])], ids=_id
+)
+def test_strict_fake_records_what_the_library_gets_wrong_in_silence(rule: Rule, release: str) -> None:
+    seen, record = _seen(rule, release, "strict")
+    assert record.findings, f"{rule.id}: no finding, saw {seen}"
+    if rule.finding is not None:
+        assert rule.finding in {f.rule for f in record.findings}, record.findings
+    assert all(f.message and f.argument for f in record.findings)
+
+
+@pytest.mark.parametrize(
+    ("rule", "release"), [c for c in CASES if c[0].verdicts[c[1]].kind == "right"], ids=_id
+)
+def test_strict_fake_finds_nothing_in_what_is_right(rule: Rule, release: str) -> None:
+    seen, record = _seen(rule, release, "strict")
+    assert rule.verdicts[release].accepts(seen), f"{rule.id}: saw {seen}"
+    lucky = {"fi.q-rows", "fi.int32", "fi.seq-lens", "fi.late-logits-soft-cap", "fi.planned-heads", "fi.planned-page-size"}
+    assert {f.rule for f in record.findings} <= lucky, record.findings
+
+
+def test_rule_ids_are_unique() -> None:
+    repeated = [name for name, count in Counter(rule.id for rule in ALL).items() if count > 1]
+    assert not repeated
+
+
+def test_rules_that_need_more_than_the_light_device_are_listed() -> None:
+    waiting = {rule.id for rule in ALL if rule.device != "light" and rule.library == "flashinfer"}
+    assert waiting == {
+        "flashinfer.graph-replan-replayed",
+        "flashinfer.graph-stale-replayed",
+        "flashinfer.two-plans.cuda_core",
+        "flashinfer.two-plans.fa2",
+    }
