@@ -47,7 +47,7 @@ class FlashAttentionBackend:
     )
 
     def __init__(self, engine: EngineContext) -> None:
-        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
         self.flash_attn_with_kvcache = flash_attn_with_kvcache
         self.engine = engine

@@ -63,7 +63,10 @@ class FlashInferBase:
     """
 
     def __init__(self, engine: EngineContext, page_size: int) -> None:
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+        from flashinfer import (
+            BatchDecodeWithPagedKVCacheWrapper,  # pyright: ignore[reportAttributeAccessIssue]
+            BatchPrefillWithPagedKVCacheWrapper,  # pyright: ignore[reportAttributeAccessIssue]
+        )
 
         if len(set(engine.windows)) > 1:
             raise ValueError(f"FlashInfer backends plan one window for all layers, got {engine.windows}")

@@ -57,6 +57,7 @@ def meet(prefill: Capabilities, decode: Capabilities) -> Capabilities:
         soft_cap=both("soft_cap"),
         custom_mask=both("custom_mask"),
         rows_without_keys=both("rows_without_keys"),
+        batches_without_keys=both("batches_without_keys"),
         empty_requests=both("empty_requests"),
         strided=both("strided"),
         lse=prefill.lse if prefill.lse == decode.lse else None,

@@ -81,6 +81,7 @@ def test_meet_keeps_what_both_parts_declare() -> None:
         soft_cap=True,
         custom_mask=True,
         rows_without_keys=True,
+        batches_without_keys=False,
         empty_requests=True,
         strided=False,
         lse="2",

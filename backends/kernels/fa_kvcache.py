@@ -23,7 +23,7 @@ class FlashAttentionKVCache:
     )
 
     def __init__(self, engine: EngineContext) -> None:
-        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
         self.engine = engine
         self.flash_attn_with_kvcache = flash_attn_with_kvcache

@@ -29,7 +29,7 @@ class FlashAttentionMerge:
     )
 
     def __init__(self, engine: EngineContext) -> None:
-        from sgl_kernel.attention import merge_state_v2
+        from sgl_kernel.attention import merge_state_v2  # pyright: ignore[reportMissingImports]
 
         self.engine = engine
         self.merge_state_v2 = merge_state_v2

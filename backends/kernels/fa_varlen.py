@@ -25,7 +25,7 @@ class FlashAttentionVarlen:
     )
 
     def __init__(self, engine: EngineContext) -> None:
-        from sgl_kernel.flash_attn import flash_attn_varlen_func
+        from sgl_kernel.flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         self.engine = engine
         self.flash_attn_varlen_func = flash_attn_varlen_func

@@ -31,7 +31,7 @@ class FlashInferDecode:
     )
 
     def __init__(self, engine: EngineContext) -> None:
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # pyright: ignore[reportAttributeAccessIssue]
 
         self.engine = engine
         self.wrapper = BatchDecodeWithPagedKVCacheWrapper(

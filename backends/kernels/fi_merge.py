@@ -28,7 +28,7 @@ class FlashInferMerge:
     )
 
     def __init__(self, engine: EngineContext) -> None:
-        from flashinfer import merge_state, merge_states
+        from flashinfer import merge_state, merge_states  # pyright: ignore[reportAttributeAccessIssue]
 
         self.engine = engine
         self.merge_state = merge_state

@@ -30,7 +30,7 @@ class FlashInferPrefill:
     )
 
     def __init__(self, engine: EngineContext) -> None:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # pyright: ignore[reportAttributeAccessIssue]
 
         self.engine = engine
         self.wrapper = BatchPrefillWithPagedKVCacheWrapper(

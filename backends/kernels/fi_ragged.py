@@ -29,7 +29,7 @@ class FlashInferRagged:
     )
 
     def __init__(self, engine: EngineContext) -> None:
-        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper  # pyright: ignore[reportAttributeAccessIssue]
 
         self.engine = engine
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=engine.device)
