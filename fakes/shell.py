@@ -11,10 +11,11 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from opcode import opmap
 from types import FrameType, ModuleType
-from typing import NoReturn
+from typing import Any
 
 from fakes import extract, releases
 
@@ -24,9 +25,14 @@ LIBRARIES = tuple(extract.MODULES)
 def expose(library: str) -> None:
     """Enter a fake ("flashinfer", "sgl_kernel") and its submodules in `sys.modules` under the real names."""
     package = importlib.import_module(f"fakes.{library}")
-    for part in submodules(library):
-        sys.modules[f"{library}.{part}"] = importlib.import_module(f"fakes.{library}.{part}")
-    sys.modules[library] = package
+    modules = {f"{library}.{part}": f"fakes.{library}.{part}" for part in submodules(library)}
+    found = {real: importlib.import_module(name) for real, name in modules.items()} | {library: package}
+    for module in found.values():
+        said = vars(module)
+        said["__fake__"] = True
+        if not isinstance(said.get("__getattr__"), _Absent):
+            said["__getattr__"] = _Absent(module.__name__, said.get("__getattr__"))
+    sys.modules.update(found)
     if not any(isinstance(finder, _Refuse) and finder.library == library for finder in sys.meta_path):
         sys.meta_path.insert(0, _Refuse(library))
 
@@ -45,29 +51,12 @@ def submodules(library: str) -> tuple[str, ...]:
     return tuple(part for part in known if importlib.util.find_spec(f"fakes.{library}.{part}"))
 
 
-def absent(module: str) -> Callable[[str], NoReturn]:
-    """A module's `__getattr__`, for names that the fake leaves out: one sentence that says what it covers.
-
-    `from module import name` raises it as ImportError, which Python would word without that sentence.
-    """
-
-    def missing(name: str) -> NoReturn:
-        message = ""
-        if not name.startswith("__"):
-            message = _sentence(module, name)
-            caller = sys._getframe(1)
-            if _imports_from(caller):
-                raise ImportError(message, name=name)
-        raise AttributeError(message or f"module {module!r} has no attribute {name!r}", name=name)
-
-    return missing
-
-
 def offered(module: str) -> tuple[str, ...]:
     """Public names of the real module ("sgl_kernel.flash_attn") that its fake offers."""
     library = module.partition(".")[0]
     real = extract.load(library, releases.selected(library))["modules"].get(module, {})
-    return tuple(name for name in real if name in vars(sys.modules[f"fakes.{module}"]))
+    held = vars(sys.modules[f"fakes.{module}"])
+    return tuple(name for name in real if name in held and not isinstance(held[name], ModuleType))
 
 
 class _Refuse(importlib.abc.MetaPathFinder):
@@ -92,11 +81,31 @@ class _Refuse(importlib.abc.MetaPathFinder):
         )
 
 
-def _sentence(module: str, name: str) -> str:
-    real = module.removeprefix("fakes.")
-    library = real.partition(".")[0]
-    covers = ", ".join(offered(real))
-    return f"the fake of {library} {releases.selected(library)} has no {real}.{name}; it covers {covers}"
+class _Absent:
+    """A module's `__getattr__`: says in one sentence what the fake leaves out and what it covers.
+
+    `from module import name` raises it as ImportError, which Python would word without that sentence. `own`
+    is the `__getattr__` that the module brings, for names that it does have.
+    """
+
+    def __init__(self, module: str, own: Callable[[str], Any] | None) -> None:
+        self.module = module
+        self.own = own
+
+    def __call__(self, name: str) -> Any:
+        if self.own is not None:
+            with suppress(AttributeError):
+                return self.own(name)
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.module!r} has no attribute {name!r}", name=name)
+        real = self.module.removeprefix("fakes.")
+        library, _, part = real.partition(".")
+        asked = f"{part}.{name}" if part else name
+        covers = ", ".join(offered(real))
+        message = f"the fake of {library} {releases.selected(library)} has no {asked}; it covers {covers}"
+        if _imports_from(sys._getframe(1)):
+            raise ImportError(message, name=name)
+        raise AttributeError(message, name=name)
 
 
 def _imports_from(frame: FrameType) -> bool:

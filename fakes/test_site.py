@@ -138,8 +138,9 @@ def test_asking_whether_a_submodule_is_there_is_no_error() -> None:
     ],
 )
 def test_absent_names_are_refused_in_one_sentence(module: str, name: str) -> None:
-    library = module.partition(".")[0]
-    sentence = f"the fake of {library} {releases.selected(library)} has no {module}.{name}; it covers "
+    library, _, part = module.partition(".")
+    asked = f"{part}.{name}".lstrip(".")
+    sentence = f"the fake of {library} {releases.selected(library)} has no {asked}; it covers "
     imported = importlib.import_module(module)
     assert not hasattr(imported, name)
     with pytest.raises(AttributeError) as missing:

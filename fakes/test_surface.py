@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import json
@@ -64,7 +65,7 @@ LEFT_OUT = {
         "trtllm_ragged_attention_deepseek",
     },
 }
-"""Public names of each module that its fake leaves out, in the default release. Other modules are left out whole."""
+"""Public names that a module's fake leaves out, in the default release. Other modules are left out whole."""
 
 LIBRARIES = shell.LIBRARIES
 
@@ -91,7 +92,7 @@ def parameters(lines: list[str]) -> list[tuple[str, str, Any]]:
     tree = ast.parse(f"def f({', '.join(lines)}): ...").body[0]
     assert isinstance(tree, ast.FunctionDef)
     names = {"torch": torch, "inspect": inspect}
-    found = eval(  # the real library's own defaults  # noqa: S307
+    found = eval(  # the real library's own defaults
         compile(ast.fix_missing_locations(ast.Expression(_lambda(tree.args))), "surface", "eval"), names
     )
     return seen(found)
@@ -131,6 +132,34 @@ def test_signatures_are_those_of_the_release(name: str, entry: dict[str, Any], f
             assert found is not None, f"{name}.{member}"
 
 
+@pytest.mark.parametrize(("name", "entry", "fake"), OFFERED)
+def test_unknown_keywords_are_refused(name: str, entry: dict[str, Any], fake: Any) -> None:
+    called = [fake] if "members" not in entry else [getattr(fake, m) for m in _methods(entry)]
+    for function in called:
+        bound = functools.partial(function, object()) if "members" in entry else function
+        with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_argument'"):
+            bound(no_such_argument=1)
+
+
+def _methods(entry: dict[str, Any]) -> list[str]:
+    return [name for name, member in entry["members"].items() if "parameters" in member]
+
+
+def test_keywords_of_a_later_release_are_refused() -> None:
+    from fakes.flashinfer import prefill
+
+    later = extract.load("flashinfer", "0.7.4")["modules"]["flashinfer.prefill"]
+    run = later["BatchPrefillWithPagedKVCacheWrapper"]["members"]["run"]["parameters"]
+    assert any(line.startswith("lse_base") for line in run)
+    with pytest.raises(TypeError, match="lse_base"):
+        prefill.BatchPrefillWithPagedKVCacheWrapper.run(
+            object(),
+            torch.empty(1),
+            torch.empty(1),
+            lse_base="ln",  # pyright: ignore[reportArgumentType, reportCallIssue]
+        )
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_what_a_fake_leaves_out_is_listed(library: str) -> None:
     surface = extract.load(library, releases.selected(library))
@@ -148,7 +177,8 @@ def test_the_top_level_exports_what_the_submodules_offer(library: str) -> None:
     expected = {
         name
         for name, entry in surface[library].items()
-        if "from" in entry and entry["from"] in surface and name in shell.offered(entry["from"])
+        if entry.get("from", "").removeprefix(f"{library}.") in shell.submodules(library)
+        and name in shell.offered(entry["from"])
     }
     assert set(shell.offered(library)) == expected
 
@@ -214,12 +244,12 @@ class Wrapper(Base):
 @pytest.fixture(params=["wheel", "folder"])
 def library(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     files = {
-        "flashinfer/__init__.py": "from .decode import attend as attend\nfrom .gemm import mm\nimport torch\n",
+        "flashinfer/__init__.py": "from .decode import attend\nfrom .gemm import mm\nimport torch\n",
         "flashinfer/gemm.py": "def mm(a): ...\n",
         "flashinfer/helpers.py": "def helper(): ...\n",
         "flashinfer/kernels.py": "def launched(): ...\n",
         "flashinfer/decode.py": SOURCE,
-        "flashinfer_python-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 1.2\n",
+        "flashinfer_python-1.2.dist-info/METADATA": "Name: flashinfer-python\nVersion: 1.2\n",
     }
     path = tmp_path / "source"
     if request.param == "wheel":

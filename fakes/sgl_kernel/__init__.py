@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fakes import releases, shell
+from fakes import releases
 from fakes.sgl_kernel import attention, flash_attn, flash_mla
 from fakes.sgl_kernel.attention import merge_state_v2
 
@@ -10,4 +10,3 @@ __all__ = ["attention", "flash_attn", "flash_mla", "merge_state_v2"]
 
 __fake__ = True
 __version__ = releases.selected("sgl_kernel")
-__getattr__ = shell.absent(__name__)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fakes import attend, cuda, modes, recorder, shell
+from fakes import attend, cuda, modes, recorder
 from fakes.sgl_kernel.checks import refuse
 from fakes.sgl_kernel.findings import find, strict
-
-__fake__ = True
-__getattr__ = shell.absent(__name__)
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fakes import cuda, recorder, shell
+from fakes import cuda, recorder
 from fakes.recorder import Call
 from fakes.sgl_kernel import checks
 from fakes.sgl_kernel.arguments import Forward
@@ -23,8 +23,6 @@ __all__ = [
     "maybe_contiguous",
 ]
 
-__fake__ = True
-__getattr__ = shell.absent(__name__)
 
 Results = torch.Tensor | tuple[torch.Tensor | None, ...]
 

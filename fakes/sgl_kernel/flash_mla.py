@@ -7,12 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fakes import attend, cuda, recorder, shell
+from fakes import attend, cuda, recorder
 from fakes.recorder import Attended, Span
 from fakes.sgl_kernel import mla_checks, readings
-
-__fake__ = True
-__getattr__ = shell.absent(__name__)
 
 _ROUNDS_TO = {torch.float8_e4m3fn: torch.bfloat16}
 
@@ -194,9 +191,10 @@ def flash_mla_with_kvcache(
     for index in reading.lost:
         exact[spans[index].q_start : spans[index].q_end] = np.nan
         exact_lse[spans[index].q_start : spans[index].q_end] = np.nan
-    out = attend.rounded(exact.reshape(batch, seqlen_q, heads, head_dim_v), _ROUNDS_TO.get(q.dtype, q.dtype))
-    by_head = exact_lse.reshape(batch, seqlen_q, heads).transpose(0, 2, 1)
-    return out, attend.rounded(np.ascontiguousarray(by_head), torch.float32)
+    exact = np.ascontiguousarray(exact.reshape(batch, seqlen_q, heads, head_dim_v))
+    by_head = np.ascontiguousarray(exact_lse.reshape(batch, seqlen_q, heads).transpose(0, 2, 1))
+    out = attend.rounded(exact, _ROUNDS_TO.get(q.dtype, q.dtype))
+    return out, attend.rounded(by_head, torch.float32)
 
 
 def _enter(

@@ -76,7 +76,7 @@ def forward(args: Forward, call: Call | None) -> Results:
         exact_lse = exact_lse.T
     out_dtype = _ROUNDS_TO.get(args.q.dtype, args.q.dtype)
     if args.out is None:
-        out = attend.rounded(exact, out_dtype)
+        out = attend.rounded(np.ascontiguousarray(exact), out_dtype)
     else:
         out = attend.rounded(exact, out_dtype, cuda.host(args.out), attend.uncovered(spans, rows))
     lse = attend.rounded(np.ascontiguousarray(exact_lse), torch.float32)
