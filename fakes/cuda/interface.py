@@ -95,8 +95,9 @@ def current() -> Simulation | None:
 def host(t: torch.Tensor) -> torch.Tensor:
     """The plain CPU alias of a tensor, to compute on.
 
-    Zero copy: what is written there is written on the device. Compute on it inside a `kernel`, under `paused()` or outside of the simulation; between them the light
-    device takes the alias for the device tensor that it is.
+    Zero copy: what is written there is written on the device. Compute on it inside a `kernel`, under
+    `paused()` or outside of the simulation; elsewhere the light device takes the alias for the device
+    tensor that it is.
     """
     return t if _installed is None else _installed.host(t)
 

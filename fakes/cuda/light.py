@@ -1,7 +1,7 @@
 """The light device: a TorchFunctionMode over CPU tensors whose storages are tagged.
 
-Pure Python, any torch build. It sees what torch shows to such a mode: calls of torch's Python interface in the thread that entered the
-simulation.
+Pure Python, any torch build. It sees what torch shows to such a mode: calls of torch's Python interface in
+the thread that entered the simulation.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from fakes.cuda.places import (
     is_device,
     put,
     put_all,
-    same_storage,
+    put_new,
     sides_of,
-    tensors_in,
 )
 
 Tensor = torch.Tensor
@@ -117,20 +116,13 @@ class LightDevice(Simulation):
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:
             raise NotSimulated(
-                f"{fn.__qualname__} was called in another thread than the one that entered the simulation; the "
-                "light simulated CUDA device serves that one only"
+                f"{fn.__qualname__} was called in another thread than the one that entered the simulation; "
+                "the light simulated CUDA device serves that one only"
             )
         with torch._C.DisableTorchFunction():
             out = fn(*args, **kwargs)
-            if out is None:
-                return out
-            given: list[Tensor] | None = None
-            for result in (out,) if isinstance(out, Tensor) else tensors_in((out,)):
-                if not is_device(result):
-                    if given is None:
-                        given = tensors_in(args) + tensors_in(kwargs.values())
-                    if not same_storage(result, given):
-                        put(result)
+            if out is not None:
+                put_new(out, args, kwargs)
         return out
 
     def paused(self) -> AbstractContextManager[Any]:

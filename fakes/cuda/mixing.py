@@ -1,6 +1,7 @@
 """Which functions may mix host and device operands, and the errors of those that may not.
 
-The words are torch 2.13's. Source: aten/src/ATen/TensorIterator.cpp (`compute_types`) and c10/core/impl's common device check.
+The words are torch 2.13's. Source: aten/src/ATen/TensorIterator.cpp (`compute_types`) and c10/core/impl's
+common device check.
 """
 
 from __future__ import annotations

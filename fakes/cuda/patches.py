@@ -40,8 +40,8 @@ def install(undo: ExitStack, seen: Callable[[], bool]) -> None:
     replace(undo, torch.UntypedStorage, "device", property(_storage_device(seen)))
     replace(undo, torch, "set_default_device", _set_default_device(torch.set_default_device))
     for owner, name, rule in (
-        (torch._C.ScriptFunction, "__call__", rules.follow),
-        (torch._C.ScriptMethod, "__call__", rules.follow),
+        (torch._C.ScriptFunction, "__call__", rules.custom),
+        (torch._C.ScriptMethod, "__call__", rules.custom),
         (torch.Tensor, "set_", moving.set_),
         (torch.Tensor, "record_stream", rules.record_stream),
         (torch, "to_dlpack", rules.dlpack),
@@ -66,8 +66,8 @@ def _answers(seen: Callable[[], bool]) -> dict[str, Any]:
         # torch's C++ calls this for "cuda" that no mode translated; engine code calls it through the mode.
         if not seen():
             raise NotSimulated(
-                "the light simulated CUDA device does not see this use of CUDA: it comes from another thread, "
-                "the body of a custom operator, of a TorchScript function or of a kernel, or a pause"
+                "the light simulated CUDA device does not see this use of CUDA: it comes from another "
+                "thread, the body of a custom operator, of a TorchScript function or of a kernel, or a pause"
             )
 
     def of_device(value: Any) -> Callable[..., Any]:
@@ -174,7 +174,7 @@ def _restore_location(native: Callable[..., Any]) -> Callable[..., Any]:
     def default_restore_location(storage: Any, location: str) -> Any:
         if location.startswith("cuda"):
             raise NotSimulated(
-                "the light simulated CUDA device cannot load onto cuda: use map_location='cpu', then `.to('cuda')`"
+                "the light simulated CUDA device cannot load onto cuda: use map_location='cpu'"
             )
         return native(storage, location)
 

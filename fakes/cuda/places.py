@@ -81,10 +81,23 @@ def put_all(result: Any) -> None:
             put_all(item)
 
 
+def put_new(result: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+    """Tag the tensors in a function's result, except those that live in the storage of an argument."""
+    given: list[Tensor] | None = None
+    for tensor in (result,) if isinstance(result, Tensor) else tensors_in((result,)):
+        if not is_device(tensor):
+            if given is None:
+                given = tensors_in(args) + tensors_in(kwargs.values())
+            if not same_storage(tensor, given):
+                put(tensor)
+
+
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among arguments, in order, those in nested tuples, lists and dicts too."""
     found: list[Tensor] = []
     for value in values:
+        if type(value) in _PLAIN:
+            continue
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (tuple, list)):

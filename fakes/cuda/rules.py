@@ -18,12 +18,13 @@ from types import (
 from typing import Any, NoReturn
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 from fakes.cuda import indexing, moving
 from fakes.cuda.devices import CUDA
 from fakes.cuda.interface import NotSimulated
 from fakes.cuda.mixing import name_of, refuse_mixing
-from fakes.cuda.places import DEVICE, TAG, is_device, place_of, put, put_all, tensors_in
+from fakes.cuda.places import DEVICE, TAG, is_device, place_of, put, put_all, put_new, tensors_in
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -56,13 +57,24 @@ def follow(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     return out
 
 
+def custom(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """An operator that is not torch's own: it decides which operands may mix."""
+    try:
+        out = func(*args, **kwargs)
+    except NotImplementedError as error:
+        explain(func, error)
+    if any(map(is_device, tensors_in(args) + tensors_in(kwargs.values()))):
+        put_new(out, args, kwargs)
+    return out
+
+
 def explain(func: Callable[..., Any], error: NotImplementedError) -> NoReturn:
     """Raise the error of an operator that has no CPU kernel in words that fit; any other as it is."""
     if "Could not run" not in str(error):
         raise error
     raise NotSimulated(
-        f"{name_of(func)} has no CPU kernel, and the light simulated CUDA device runs CPU kernels; an operator "
-        'that is registered for CUDA only needs the full device (kind="full")'
+        f"{name_of(func)} has no CPU kernel, and the light simulated CUDA device runs CPU kernels; an "
+        'operator that is registered for CUDA only needs the full device (kind="full")'
     ) from error
 
 
@@ -279,7 +291,7 @@ _LASTING = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, Wrappe
 
 
 def _is_torchs(func: Callable[..., Any]) -> bool:
-    """Whether a function is a torch function proper, not a library's custom operator of the same name."""
+    """Whether a function is torch's own."""
     if isinstance(func, FunctionType):
         return func.__module__.partition(".")[0] == "torch"
     return isinstance(func, _LASTING)
@@ -292,6 +304,11 @@ def classify(func: Callable[..., Any]) -> Rule:
         rule = _GETTERS.get(func.__self__.__name__, _follow_first)  # type: ignore[attr-defined]
     elif name == "__set__":
         rule = untouched if func.__self__.__name__ == "data" else follow  # type: ignore[attr-defined]
+    elif isinstance(func, (OpOverload, OpOverloadPacket)):
+        namespace, _, operator = str(func).partition(".")
+        if namespace != "aten":
+            return custom
+        return untouched if operator.partition(".")[0] == "copy_" else follow
     else:
         rule = _RULES_BY_NAME.get(name, follow) if _is_torchs(func) else follow
     if _is_torchs(func):

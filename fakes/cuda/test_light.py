@@ -284,6 +284,10 @@ def test_other_threads_are_refused(light: cuda.Simulation) -> None:
     assert _in_thread(lambda: torch.zeros(2) + 1) is None
 
 
+def _copied(x: Tensor, out: Tensor) -> None:
+    out.copy_(x)
+
+
 def test_custom_operators(light: cuda.Simulation) -> None:
     library = torch.library.Library("light_device_custom", "DEF")
     library.define("plain(Tensor x) -> Tensor")
@@ -292,6 +296,12 @@ def test_custom_operators(light: cuda.Simulation) -> None:
     library.impl("inside", lambda x: x + torch.ones(6, device="cuda"), "CompositeExplicitAutograd")
     assert there(torch.ops.light_device_custom.plain(row()))
     assert here(torch.ops.light_device_custom.plain(torch.zeros(2)))
+    library.define("copied(Tensor x, Tensor(a!) out) -> ()")
+    library.impl("copied", _copied, "CompositeExplicitAutograd")
+    on_host = torch.zeros(6)
+    torch.ops.light_device_custom.copied(row(), on_host)
+    assert here(on_host)
+    assert on_host[5].item() == 5
     with pytest.raises(cuda.NotSimulated, match="custom operator"):
         torch.ops.light_device_custom.inside(row())
 
