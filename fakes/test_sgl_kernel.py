@@ -158,7 +158,7 @@ def test_out_is_written_and_surplus_rows_are_not(faithful: recorder.Recorder) ->
 
 def test_split_buffers_are_handed_out_with_the_lse(strict: recorder.Recorder) -> None:
     r = small([5, 6], [2, 1])
-    given = {
+    given: dict[str, Any] = {
         "page_table": paged_fa.page_table(r),
         "cache_seqlens": ints(5, 6),
         "cu_seqlens_q": ints(0, 2, 3),
@@ -395,7 +395,7 @@ def test_the_mask_is_simplified_by_the_lengths_told(told: dict[str, Any], runs: 
 
 def test_scheduler_metadata_is_taken_while_it_fits(strict: recorder.Recorder) -> None:
     r = small([9, 6], [3, 1])
-    shape = {
+    shape: dict[str, Any] = {
         "batch_size": 2,
         "max_seqlen_q": 3,
         "max_seqlen_k": 16,
@@ -417,7 +417,8 @@ def test_scheduler_metadata_is_taken_while_it_fits(strict: recorder.Recorder) ->
         ("sgl_kernel.fa.scheduler_metadata.stale", "order")
     ]
     assert [call.op for call in strict.calls if call.name == "get_scheduler_metadata"] == ["plan", "plan"]
-    plain_mask = flash_attn.get_scheduler_metadata(cache_seqlens=ints(9, 6), **(shape | {"causal": False}))
+    shape["causal"] = False
+    plain_mask = flash_attn.get_scheduler_metadata(cache_seqlens=ints(9, 6), **shape)
     with pytest.raises(RuntimeError, match="scheduler_metadata must have shape"):
         paged_fa.attend(LAB, r, scheduler_metadata=plain_mask)
 
@@ -435,13 +436,13 @@ def test_sinks_weigh_like_a_key_without_value(strict: recorder.Recorder) -> None
 def test_results_are_on_the_simulated_device() -> None:
     r = requests([5, 6], [2, 1], page_size=4)
     with cuda.simulated_cuda():
-        given = {name: value.to("cuda") for name, value in _tensors(r).items()}
+        given: dict[str, Any] = {name: value.to("cuda") for name, value in _tensors(r).items()}
         out, lse, *_ = flash_attn.flash_attn_with_kvcache(
             **given, max_seqlen_q=2, causal=True, return_softmax_lse=True
         )
-        assert out.is_cuda
+        assert out is not None
         assert lse is not None
-        assert lse.is_cuda
+        assert (out.is_cuda, lse.is_cuda) == (True, True)
         for name, said_so in (
             ("q", "q must be on CUDA"),
             ("k_cache", "k must be on CUDA"),
@@ -450,7 +451,7 @@ def test_results_are_on_the_simulated_device() -> None:
             ("cache_seqlens", "seqused_k must be on CUDA"),
         ):
             with pytest.raises(RuntimeError, match=said_so):
-                flash_attn.flash_attn_with_kvcache(**(given | {name: given[name].cpu()}), max_seqlen_q=2)
+                flash_attn.flash_attn_with_kvcache(**{**given, name: given[name].cpu()}, max_seqlen_q=2)
 
 
 def _tensors(r: Requests) -> dict[str, torch.Tensor]:

@@ -210,21 +210,26 @@ def latent(kv_lens: list[int], rows: int = 1) -> dict[str, Any]:
     }
 
 
+def mla(given: dict[str, Any], **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    merged: dict[str, Any] = {"tile_scheduler_metadata": flash_mla.FlashMLASchedMeta()} | given | changes
+    return flash_mla.flash_mla_with_kvcache(**merged)
+
+
 def test_mla_schedules_of_both_kinds_give_the_same(strict: recorder.Recorder) -> None:
     given = latent([70, 5], rows=2)
     schedule, num_splits = flash_mla.get_mla_metadata(given["cache_seqlens"], 4, 1)
     assert isinstance(schedule, torch.Tensor)
     assert schedule.shape[1] == 8
-    one = flash_mla.flash_mla_with_kvcache(**given, tile_scheduler_metadata=schedule, num_splits=num_splits)
+    one = mla(given, tile_scheduler_metadata=schedule, num_splits=num_splits)
     kept, none = flash_mla.get_mla_metadata()
     assert none is None
     for _ in range(2):
-        other = flash_mla.flash_mla_with_kvcache(**given, tile_scheduler_metadata=kept)
+        other = mla(given, tile_scheduler_metadata=kept)
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert not strict.findings
     with pytest.raises(AssertionError, match="inconsistent with FlashMLASchedMeta"):
-        flash_mla.flash_mla_with_kvcache(**(given | {"causal": False}), tile_scheduler_metadata=kept)
-    flash_mla.flash_mla_with_kvcache(**(given | {"cache_seqlens": ints(71, 5)}), tile_scheduler_metadata=kept)
+        mla(given, causal=False, tile_scheduler_metadata=kept)
+    mla(given, cache_seqlens=ints(71, 5), tile_scheduler_metadata=kept)
     assert [(f.rule, f.kind) for f in strict.findings] == [
         ("sgl_kernel.mla.tile_scheduler_metadata.stale", "order")
     ]
@@ -232,20 +237,11 @@ def test_mla_schedules_of_both_kinds_give_the_same(strict: recorder.Recorder) ->
 
 def test_mla_fp8_is_descaled(strict: recorder.Recorder) -> None:
     given = latent([70])
-    plain, _ = flash_mla.flash_mla_with_kvcache(
-        **given, tile_scheduler_metadata=flash_mla.FlashMLASchedMeta()
-    )
+    plain, _ = mla(given)
     tiny = {name: given[name].nan_to_num().to(torch.float8_e4m3fn) for name in ("q", "k_cache")}
     with pytest.raises(RuntimeError, match="descale is required when input dtype is fp8"):
-        flash_mla.flash_mla_with_kvcache(
-            **(given | tiny), tile_scheduler_metadata=flash_mla.FlashMLASchedMeta()
-        )
-    scaled, _ = flash_mla.flash_mla_with_kvcache(
-        **(given | tiny),
-        tile_scheduler_metadata=flash_mla.FlashMLASchedMeta(),
-        descale_q=torch.ones(1),
-        descale_k=torch.ones(1),
-    )
+        mla(given | tiny)
+    scaled, _ = mla(given | tiny, descale_q=torch.ones(1), descale_k=torch.ones(1))
     assert scaled.dtype == torch.bfloat16
     assert (scaled - plain).abs().max() < 0.2
 
@@ -267,13 +263,11 @@ def test_mla_fp8_is_descaled(strict: recorder.Recorder) -> None:
     ],
 )
 def test_mla_refusals(changes: dict[str, Any], error: type[Exception], message: str | None) -> None:
-    given = latent([70]) | {"tile_scheduler_metadata": flash_mla.FlashMLASchedMeta()} | changes
     with pytest.raises(error, match=message):
-        flash_mla.flash_mla_with_kvcache(**given)
+        mla(latent([70]), **changes)
 
 
 def test_mla_findings(strict: recorder.Recorder) -> None:
-    given = latent([70, 70]) | {"block_table": torch.tensor([[0, 1], [0, 640]], dtype=torch.int32)}
-    out, _ = flash_mla.flash_mla_with_kvcache(**given, tile_scheduler_metadata=flash_mla.FlashMLASchedMeta())
+    out, _ = mla(latent([70, 70]), block_table=torch.tensor([[0, 1], [0, 640]], dtype=torch.int32))
     assert out[1].isnan().all()
     assert said(strict) == [("mla.block_table.range", 1)]
