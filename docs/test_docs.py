@@ -1,0 +1,180 @@
+"""README and docs say what is so: their code runs, their output is real, their commands and links exist."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import conformance
+from cases.codec import from_json
+from conformance.__main__ import main
+from conformance.checks import CHECKS
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLE = ROOT / "examples/my_engine/my_engine/attention.py"
+BACKEND = "my_engine.attention:MyBackend"
+
+
+def blocks(page: Path, *languages: str) -> Iterator[tuple[str, str]]:
+    """(language, text) of the fenced blocks of a page."""
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        if language in languages:
+            yield language, text
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The command lines of a page's console blocks, and those in backticks in its prose."""
+    for _, text in blocks(page, "console"):
+        for line in text.splitlines():
+            if line.startswith("$ "):
+                yield shlex.split(line[2:], comments=True)
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for span in re.findall(r"`((?:make|conformance|pytest|python -m conformance) [^`]+)`", prose):
+        yield shlex.split(span)
+
+
+COMMANDS = [
+    pytest.param(words, id=f"{page.name}: {' '.join(words)}") for page in PAGES for words in commands(page)
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_command_exists(words: list[str], pytestconfig: pytest.Config) -> None:
+    if words[:2] == ["python", "-m"]:
+        words = words[2:]
+    program, *rest = words
+    if program == "make":
+        targets = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in rest if "=" not in word} <= set(targets)
+    elif program == "conformance":
+        from conformance.cli import _parse
+
+        _parse(rest)
+    elif program == "pytest":
+        for option in re.findall(r"--[a-z-]+", " ".join(rest)):
+            pytestconfig.getoption(option)
+    else:
+        assert program in ("pip", "git", "cd"), f"{' '.join(words)} is no command that this test knows"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_json_is_a_case(page: Path) -> None:
+    for _, text in blocks(page, "json"):
+        json.loads(text)
+        from_json(text)
+
+
+def test_every_check_is_described_in_order() -> None:
+    rows = re.findall(r"^\| (\w+) \|", (ROOT / "docs/checks.md").read_text(), re.MULTILINE)
+    assert rows == ["check", *CHECKS]
+
+
+class Source:
+    """A module that blocks build up: each is the whole module, or members of `MyBackend` to replace."""
+
+    def __init__(self) -> None:
+        self.module = ast.Module([], [])
+
+    def take(self, block: str) -> None:
+        tree = ast.parse(block)
+        if _backend(tree) is not None:
+            self.module = tree
+            return
+        cls = _backend(self.module)
+        assert cls is not None, "the page changes MyBackend before it is there"
+        members = {_name(node): node for node in cls.body} | {_name(node): node for node in tree.body}
+        cls.body = sorted(members.values(), key=lambda node: isinstance(node, ast.FunctionDef))
+
+    def text(self) -> str:
+        return ast.unparse(self.module)
+
+
+def _backend(tree: ast.Module) -> ast.ClassDef | None:
+    found = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MyBackend")
+    return next(found, None)
+
+
+def _name(member: ast.stmt) -> str:
+    if isinstance(member, ast.Assign):
+        return ast.unparse(member.targets[0])
+    assert isinstance(member, ast.FunctionDef)
+    return member.name
+
+
+def steps() -> list[tuple[str, str | None]]:
+    """The backend's source after each change that adapters.md makes, and what it prints (None: it passes)."""
+    source = Source()
+    found: list[tuple[str, str | None]] = []
+    for language, text in blocks(ROOT / "docs/adapters.md", "python", "text"):
+        if language == "text":
+            found[-1] = (found[-1][0], text)
+        elif "def test_" not in text:
+            source.take(text)
+            found.append((source.text(), None))
+    return found
+
+
+STEPS = steps()
+
+
+@pytest.mark.parametrize("step", range(len(STEPS)))
+def test_adapter_step(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step prints what the page shows; "..." stands for lines that it leaves out."""
+    source, shown = STEPS[step]
+    _become(source, tmp_path, monkeypatch)
+    if shown is None:
+        conformance.check(BACKEND, cases=20)
+        return
+    replay = re.search(r"^replay: conformance (.*)$", shown, re.MULTILINE)
+    code = main(shlex.split(replay[1]) if replay else ["run", "--backend", BACKEND])
+    printed = "".join(capsys.readouterr())
+    assert code == (1 if replay else 2), printed
+    for line in shown.splitlines():
+        assert line in ("", "...") or line in printed.splitlines(), (
+            f"{line}\n\nis not printed any more:\n{printed}"
+        )
+
+
+def test_last_step_is_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = STEPS[-1][0].replace("return (out, lse)", "return (out, lse.T)")
+    assert _without_docstrings(source) == _without_docstrings(EXAMPLE.read_text())
+    _become(EXAMPLE.read_text(), tmp_path, monkeypatch)
+    conformance.check(BACKEND, cases=20)
+
+
+def _become(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `source` the module that BACKEND names."""
+    package = folder / "my_engine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "attention.py").write_text(source)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(folder)
+
+
+def _without_docstrings(source: str) -> list[str]:
+    """The classes of a module."""
+    tree = ast.parse(source)
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for cls in classes:
+        cls.body = [node for node in cls.body if not isinstance(node, ast.Expr)]
+    return [ast.unparse(cls) for cls in classes]
