@@ -153,6 +153,11 @@ def test_adapter_step(
         )
 
 
+def test_readme_shows_one_of_these_outputs() -> None:
+    ((_, text),) = blocks(ROOT / "README.md", "text")
+    assert text in [shown for _, shown in STEPS]
+
+
 def test_last_step_is_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = STEPS[-1][0].replace("return (out, lse)", "return (out, lse.T)")
     assert _without_docstrings(source) == _without_docstrings(EXAMPLE.read_text())
