@@ -7,6 +7,10 @@ import torch
 Tensor = torch.Tensor
 
 
+def real_gpu() -> bool:
+    return torch.backends.cuda.is_built() and torch.cuda.device_count() > 0
+
+
 def there(*tensors: Tensor) -> bool:
     return all(t.is_cuda and not t.is_cpu and t.device == torch.device("cuda", 0) for t in tensors)
 

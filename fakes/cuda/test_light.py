@@ -18,7 +18,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from fakes import cuda
 from fakes.cuda import bench, patches
-from fakes.cuda.claims import Tensor, here, row, there
+from fakes.cuda.claims import Tensor, here, real_gpu, row, there
+
+pytestmark = pytest.mark.skipif(real_gpu(), reason="a CUDA device is not simulated beside a real one")
 
 
 @pytest.fixture
