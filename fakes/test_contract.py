@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
 
-from fakes import recorder, releases
+from fakes import cuda, recorder, releases
 from fakes.contract import rules
 from fakes.contract.rule import Lab, Observation, Rule, observe
 
 ALL = rules()
 CASES = [(rule, release) for rule in ALL for release in rule.verdicts if rule.device == "light"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _device() -> Iterator[None]:
+    with cuda.simulated_cuda("light"):
+        yield
 
 
 def _id(case: object) -> str:
@@ -22,7 +29,8 @@ def _id(case: object) -> str:
 def _seen(rule: Rule, release: str, mode: recorder.Mode) -> tuple[Observation, recorder.Recorder]:
     library = import_module(f"fakes.{rule.library}")
     with releases.select(**{rule.library: release}), recorder.recording(mode) as record:
-        return observe(rule, Lab(library, mark=lambda batch: setattr(record, "at", batch))), record
+        lab = Lab(library, "cuda", mark=lambda batch: setattr(record, "at", batch))
+        return observe(rule, lab), record
 
 
 @pytest.mark.parametrize(("rule", "release"), CASES, ids=_id)
@@ -43,14 +51,22 @@ def test_strict_fake_records_what_the_library_gets_wrong_in_silence(rule: Rule, 
     assert all(f.message and f.argument for f in record.findings)
 
 
+LONG = ("flashinfer.longest", "flashinfer.long-and-short")
+TOLERATED = {"sgl_kernel.fa.max_seqlen_q.short", "sgl_kernel.fa.cu_seqlens_q.rows"}
+"""Findings of strict mode about calls that sgl_kernel answers right."""
+
+
 @pytest.mark.parametrize(
-    ("rule", "release"), [c for c in CASES if c[0].verdicts[c[1]].kind == "right"], ids=_id
+    ("rule", "release"),
+    [c for c in CASES if c[0].verdicts[c[1]].kind == "right" and not c[0].id.startswith(LONG)],
+    ids=_id,
 )
-def test_strict_fake_finds_nothing_in_what_is_right(rule: Rule, release: str) -> None:
+def test_strict_fake_finds_nothing_in_what_is_right_by_right(rule: Rule, release: str) -> None:
     seen, record = _seen(rule, release, "strict")
     assert rule.verdicts[release].accepts(seen), f"{rule.id}: saw {seen}"
-    lucky = {"fi.q-rows", "fi.int32", "fi.seq-lens", "fi.late-logits-soft-cap", "fi.planned-heads", "fi.planned-page-size"}
-    assert {f.rule for f in record.findings} <= lucky, record.findings
+    assert {f.rule for f in record.findings} <= {rule.finding, *TOLERATED}, record.findings
+    if rule.finding is not None:
+        assert record.findings
 
 
 def test_rule_ids_are_unique() -> None:

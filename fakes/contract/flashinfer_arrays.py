@@ -14,7 +14,7 @@ from fakes.contract.rule import RIGHT, UNDEFINED, WRONG, Lab, Observation, crash
 
 FALLS = refused("RuntimeError", "should be non-negative")
 BEHIND = "What lies behind the array in memory decides."
-KV_LENS = (32, 20, 9, 45)
+KV_LENS = (48, 20, 9, 45)
 QO_LENS = (5, 3, 2, 4)
 
 
@@ -33,7 +33,7 @@ def _given(lab: Lab, kernel: Kernel, size: int, change: Any, **options: Any) -> 
 
 def _tail_zero(a: dict[str, torch.Tensor], r: Requests) -> Any:
     tails = a["last_page_len"].clone()
-    tails[0] = 0  # request 0 has 32 tokens: two full pages of 16
+    tails[0] = 0  # request 0 has 48 tokens: three full pages of 16
     return {"last_page_len": tails}
 
 
@@ -97,7 +97,7 @@ RULES = (
     *_per("indices-int64", "Page ids are read as 32-bit words: every second one is the high half of an id.", 1, _wide("indices"), ("tensor_core", "fa2"), WRONG, finding="fi.int32"),
     *_per("indices-int64-batch", "The same for any batch size.", 4, _wide("indices"), ("tensor_core", "fa2"), WRONG, finding="fi.int32"),
     *_per("last-page-int64", "CUDA-core decode checks the dtype at run.", 3, _wide("last_page_len"), ("cuda_core",), refused("RuntimeError", "Inconsistency of Tensor type: paged_kv_last_page_len")),
-    *_per("last-page-int64-1", "The low word of the first value is the value.", 1, _wide("last_page_len"), TENSOR, RIGHT),
+    *_per("last-page-int64-1", "The low word of the first value is the value.", 1, _wide("last_page_len"), TENSOR, RIGHT, finding="fi.int32"),
     *_per("last-page-int64-2", "The second word is the first value's high half, 0.", 2, _wide("last_page_len"), TENSOR, WRONG, finding="fi.int32"),
     *_per("qo-indptr-int64-1", "Words [0, 0, a, 0, ...]: the one request has no rows.", 1, _wide("qo_indptr"), PREFILL, WRONG, finding="fi.int32"),
     *_per("qo-indptr-int64-2", "Words [0, 0, a, 0, ...]: request 0 has no rows, request 1 has request 0's.", 2, _wide("qo_indptr"), PREFILL, WRONG, finding="fi.int32"),
@@ -113,7 +113,7 @@ RULES = (
     *_per("qo-indptr-from-1", "Rows are read one further on, and written where they belong or one further on; 0.7.4 compares q's rows with the last entry.", 3, _shifted, PREFILL, WRONG, refused("ValueError"), finding="fi.indptr-start"),
     *_per("indptr-falls", "CUDA-core decode does not look: the length wraps around.", 3, _falling, ("cuda_core",), WRONG, finding="fi.indptr-falls"),
     *_per("indptr-falls", "The planner of the prefill kernel checks that lengths are not negative.", 3, _falling, ("tensor_core", "fa2"), FALLS),
-    *_per("seq-lens-wrong", "fa2 derives lengths from the page arrays on the device.", 3, _wrong_lens, ("tensor_core", "fa2"), RIGHT),
+    *_per("seq-lens-wrong", "fa2 derives lengths from the page arrays on the device.", 3, _wrong_lens, ("tensor_core", "fa2"), RIGHT, finding="fi.seq-lens"),
     *_per("indices-short", f"Entries past the end are read. {BEHIND}", 3, _short, (*DECODE, "fa2"), UNDEFINED, finding="fi.indices-short"),
     *(
         rule(f"page-id.{page}.{kernel}", "An address is computed from any page id.", bind(_given, kernel, 3, _foreign(page)),

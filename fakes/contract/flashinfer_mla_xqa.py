@@ -38,7 +38,7 @@ def _mla_batches(lab: Lab, backend: str) -> Observation:
 def _xqa(lab: Lab, r: Requests, fill: int = 0) -> Observation:
     width = max(len(p) for p in r.pages)
     table = torch.stack([ints([*p, *[0] * (width - len(p))]) for p in r.pages])
-    space = torch.full((128 * 1024 * 1024,), fill, dtype=torch.uint8, device=lab.device)
+    space = torch.full((32 * 1024 * 1024,), fill, dtype=torch.uint8, device=lab.device)
     out = lab.library.decode.trtllm_batch_decode_with_kv_cache(
         r.q.to(lab.device), caches(lab, r), space, table.to(lab.device), ints(r.kv_lens).to(lab.device),
         max(r.kv_lens), r.q.shape[-1] ** -0.5, 1.0, kv_layout="NHD",

@@ -117,11 +117,11 @@ def _mates(lab: Lab) -> Observation:
 
 def _long_prefill(lab: Lab) -> Observation:
     kv_lens = [100_000] + [17] * 63
-    return _right(lab, "fa2", requests(kv_lens, [1] * 64, heads=(2, 1), dim=64))
+    return _right(lab, "fa2", requests(kv_lens, [1] * 64, heads=(1, 1), dim=64))
 
 
 def _longest(lab: Lab, kernel: Kernel) -> Observation:
-    return _right(lab, kernel, requests([131_072], [1], heads=(2, 1), dim=64))
+    return _right(lab, kernel, requests([131_072], [1], heads=(1, 1), dim=64))
 
 
 def _float32(lab: Lab, kernel: Kernel) -> Observation:

@@ -216,22 +216,22 @@ ROWS = refused("ValueError")
 
 RULES = (
     *(
-        rule(f"q-rows-more.{kernel}", "Work is cut by the plan; 0.7.4 compares rows with the plan.", bind(_rows, kernel, len(LENS[0]) if kernel in DECODE else 3), RIGHT, ROWS)
+        rule(f"q-rows-more.{kernel}", "Work is cut by the plan; 0.7.4 compares rows with the plan.", bind(_rows, kernel, len(LENS[0]) if kernel in DECODE else 3), RIGHT, ROWS, finding="fi.q-rows")
         for kernel in KERNELS
     ),
-    *(rule(f"q-rows-fewer.{kernel}", "Work is cut by the plan; 0.7.4 compares rows with the plan.", bind(_rows, kernel, -1), RIGHT, ROWS) for kernel in ("tensor_core", "fa2")),
-    rule("q-rows-fewer.cuda_core", "CUDA-core decode compares only more rows than requests.", bind(_rows, "cuda_core", -1), RIGHT),
-    *(rule(f"planned-heads-16.{kernel}", "The head count is q's own; the plan cut enough tiles.", bind(_planned_heads, kernel, 16), RIGHT) for kernel in ("tensor_core", "fa2")),
-    rule("planned-heads-4.tensor_core", "One tile holds a whole group.", bind(_planned_heads, "tensor_core", 4), RIGHT),
+    *(rule(f"q-rows-fewer.{kernel}", "Work is cut by the plan; 0.7.4 compares rows with the plan.", bind(_rows, kernel, -1), RIGHT, ROWS, finding="fi.q-rows") for kernel in ("tensor_core", "fa2")),
+    rule("q-rows-fewer.cuda_core", "CUDA-core decode compares only more rows than requests.", bind(_rows, "cuda_core", -1), RIGHT, finding="fi.q-rows"),
+    *(rule(f"planned-heads-16.{kernel}", "The head count is q's own; the plan cut enough tiles.", bind(_planned_heads, kernel, 16), RIGHT, finding="fi.planned-heads") for kernel in ("tensor_core", "fa2")),
+    rule("planned-heads-4.tensor_core", "One tile holds a whole group.", bind(_planned_heads, "tensor_core", 4), RIGHT, finding="fi.planned-heads"),
     rule("planned-heads-4.fa2", "Half as many packed rows were cut into tiles: the last rows are not computed.", bind(_planned_heads, "fa2", 4), WRONG, finding="fi.planned-heads"),
     *(
-        rule(f"planned-page-size-{size}.{kernel}", "The cache's own shape counts.", bind(_planned_page_size, kernel, size), RIGHT)
+        rule(f"planned-page-size-{size}.{kernel}", "The cache's own shape counts.", bind(_planned_page_size, kernel, size), RIGHT, finding="fi.planned-page-size")
         for size in (8, 32) for kernel in DECODE
     ),
     *(rule(f"no-plan.{kernel}", "run reads what plan left.", bind(_no_plan, kernel), refused("AttributeError", "_cached_q_data_type")) for kernel in KERNELS),
     *(rule(f"stale-plan.{kernel}", "The plan's own copies of the arrays are read.", bind(_stale, kernel), WRONG, finding="fi.stale-plan") for kernel in KERNELS),
     *(rule(f"late-soft-cap.{kernel}", "A soft cap is compiled into the planned kernel.", bind(_late, kernel, {"soft_cap": 1.0}, logits_soft_cap=1.0), WRONG, finding="fi.late-logits-soft-cap") for kernel in KERNELS),
-    *(rule(f"late-soft-cap-plain.{kernel}", "So one at forward() is ignored.", bind(_late, kernel, {}, logits_soft_cap=1.0), RIGHT) for kernel in KERNELS),
+    *(rule(f"late-soft-cap-plain.{kernel}", "So one at forward() is ignored.", bind(_late, kernel, {}, logits_soft_cap=1.0), RIGHT, finding="fi.late-logits-soft-cap") for kernel in KERNELS),
     *(rule(f"late-window.{kernel}", "A window is compiled into the planned kernel.", bind(_late, kernel, {"window_left": 8}, window_left=8), WRONG, finding="fi.late-window-left") for kernel in PREFILL),
     rule("late-window-is.fa2", "One at forward() only moves the first tile of keys.", bind(_late_window, "fa2"), value("neither")),
     rule("late-window-is.fa3", "One at forward() is not read.", bind(_late_window, "fa3"), value("ignored")),

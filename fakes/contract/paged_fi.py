@@ -19,7 +19,7 @@ KERNELS: tuple[Kernel, ...] = DECODE + PREFILL
 OLD, NEW = "0.6.6", "0.7.4"
 MEASURED = "one NVIDIA H200, flashinfer-python 0.6.6 and 0.7.4, torch 2.11.0+cu130, against a float64 oracle"
 LN2 = 0.6931471805599453
-WORKSPACE = 128 * 1024 * 1024
+WORKSPACE = 8 * 1024 * 1024
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

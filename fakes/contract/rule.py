@@ -89,8 +89,8 @@ class Rule:
     """A fact. `verdicts` has one entry per release it was measured on.
 
     `cause` says why the library does it, in one sentence; instances follow from it. `device` is what the probe needs:
-    "light", "full" (graphs, copies in flight) or "gpu" (timing of a real stream). `finding`: the rule that strict
-    mode must record, where it is not this rule's own id.
+    "light", "full" (graphs, copies in flight) or "gpu" (timing of a real stream). `finding`: the rule that strict mode
+    records, because the answer is wrong, or right by luck only.
     """
 
     id: str

@@ -293,7 +293,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
                 self, q, paged_kv_cache, plan, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
                 window_left=window_left, return_lse=return_lse, sinks=sinks,
             )  # fmt: skip
-            self._check_order(plan, q.shape[0])
+            heads, page_size = (1, 2) if self._kv_layout == "HND" else (2, 1)
+            self._check_order(plan, q, k.shape[heads], k.shape[page_size])
             launch = paged_run.launch_of(self, plan, call, k, q_scale, k_scale, v_scale, causal=False)
             if plan.kernel == "cuda_core":
                 self._check_cuda_core()

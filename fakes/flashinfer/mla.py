@@ -193,7 +193,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                  "return_lse": return_lse, "return_lse_base_on_e": return_lse_base_on_e},
                 plan,
             )  # fmt: skip
-            self._check_order(plan, q_nope.shape[0])
+            self._check_order(plan, q_nope, 1, ckv_cache.shape[1])
         _kernel(
             plan, call, self._causal, float(self._sm_scale), return_lse_base_on_e, q_nope, q_pe, ckv_cache, kpe_cache,
             self._kv_indices_buf, self._int_workspace_buffer, out, lse if return_lse else None,

@@ -369,7 +369,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                 self, q, paged_kv_cache, plan, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
                 window_left=window_left, return_lse=return_lse, sinks=sinks,
             )  # fmt: skip
-            self._check_order(plan, q.shape[0])
+            heads, page_size = (1, 2) if self._kv_layout == "HND" else (2, 1)
+            self._check_order(plan, q, k.shape[heads], k.shape[page_size])
             masked = self._custom_mask_buf is not None
             if masked and plan.kernel == "fa3":
                 raise RuntimeError(

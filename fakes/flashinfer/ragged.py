@@ -295,7 +295,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
                 self, q, None, plan, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
                 return_lse=return_lse,
             )  # fmt: skip
-            self._check_order(plan, q.shape[0])
+            self._check_order(plan, q, k.shape[1 if self._kv_layout == "NHD" else 0], 1)
             record = rules.strict()
             scaled = k.element_size() == 1 and releases.at_least("flashinfer", "0.7.4")
             if record is not None and not scaled:

@@ -138,16 +138,17 @@ class Wrapper:
         _token(self._pin_memory_int_workspace_buffer)[0] = plan.token
         self._int_workspace_buffer[:8].copy_(self._pin_memory_int_workspace_buffer[:8], non_blocking=True)
 
-    def _check_order(self, plan: Plan, rows: int) -> None:
-        """Findings about a run: a plan of an earlier batch, another number of rows than planned."""
+    def _check_order(self, plan: Plan, q: torch.Tensor, num_kv_heads: int, page_size: int) -> None:
+        """Findings about a run: a plan of an earlier batch, other rows, heads or pages than planned."""
         record = rules.strict()
         if record is None:
             return
         step = getattr(record.at, "batch", record.at)
         planned = getattr(plan.at, "batch", plan.at)
-        if plan.warned is not None and plan.warned == (step, rows):
+        rows, heads = q.shape[0], q.shape[1]
+        if plan.warned == (step, rows, heads):
             return
-        plan.warned = (step, rows)
+        plan.warned = (step, rows, heads)
         if plan.call is not None and step != planned:
             rules.order(
                 record, "fi.stale-plan", "plan",
@@ -157,6 +158,17 @@ class Wrapper:
             rules.order(
                 record, "fi.q-rows", "q",
                 f"q has {rows} rows, the plan was made for {plan.qo_last} (qo_indptr[-1])",
+            )  # fmt: skip
+        if (heads, num_kv_heads) != (plan.num_qo_heads, plan.num_kv_heads):
+            rules.order(
+                record, "fi.planned-heads", "num_qo_heads",
+                f"plan was told {plan.num_qo_heads} query and {plan.num_kv_heads} KV heads, q and the cache have "
+                f"{heads} and {num_kv_heads}: work is cut for the planned ones",
+            )  # fmt: skip
+        if page_size != plan.page_size:
+            rules.order(
+                record, "fi.planned-page-size", "page_size",
+                f"plan was told pages of {plan.page_size}, the cache has pages of {page_size}: the cache's shape counts",
             )  # fmt: skip
 
 
