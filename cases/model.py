@@ -6,7 +6,7 @@ Tensors are a pure function of a case (`cases.tensors`), so a case replays, shri
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
@@ -120,7 +120,7 @@ AnyRequest = Request | KernelRequest
 
 
 def _request_tag(value: object) -> str:
-    keys = value if isinstance(value, dict) else getattr(value, "__dict__", ())
+    keys = cast("dict[str, object]", value) if isinstance(value, dict) else getattr(value, "__dict__", {})
     return "kernel" if "qo_len" in keys or "kv_len" in keys else "engine"
 
 
@@ -144,10 +144,10 @@ class Step:
         repeated = [uid for uid, count in Counter(r.uid for r in self.requests).items() if count > 1]
         if repeated:
             raise ValueError(f"uid {repeated[0]} stands twice in one step")
-        engine = [r for r in self.requests if isinstance(r, Request)]
-        if self.phase == "decode" and any(r.extend_len != 1 for r in engine):
-            raise ValueError("a decode step computes one token per request: every extend_len must be 1")
-        if self.kind == "verify" and len({r.extend_len for r in engine}) > 1:
+        if self.phase == "decode" and any(r.qo_len != 1 for r in self.requests):
+            name = "extend_len" if isinstance(self.requests[0], Request) else "qo_len"
+            raise ValueError(f"a decode step computes one token per request: every {name} must be 1")
+        if self.kind == "verify" and len({r.qo_len for r in self.requests}) > 1:
             raise ValueError("a verify step checks equally many draft tokens per request")
 
     @property
@@ -221,7 +221,7 @@ class Case:
         by_uid = {r.uid: r for r in step.requests}
         for r in step.requests:
             where = f"step {index}, uid {r.uid}"
-            if not isinstance(r, wanted):
+            if type(r) is not wanted:
                 raise ValueError(f"{where}: a case of level {self.level} holds {wanted.__name__}s only")
             if isinstance(r, Request) and r.cached_len > lengths.get(r.uid, r.cached_len):
                 raise ValueError(

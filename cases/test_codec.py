@@ -94,6 +94,9 @@ REFUSED = {
     '{"steps":[{"requests":[{"extend_len":2}],"phase":"decode","kind":"decode"}]}': (
         "steps[0]: a decode step computes one token per request: every extend_len must be 1"
     ),
+    '{"level":"kernel","steps":[{"requests":[{"qo_len":2}],"phase":"decode","kind":"decode"}]}': (
+        "steps[0]: a decode step computes one token per request: every qo_len must be 1"
+    ),
     '{"steps":[{"requests":[{"extend_len":9,"cached_len":5}]}],"max_seq_len":4}': (
         "max_seq_len 4 is below the longest kv_len 14"
     ),

@@ -1,0 +1,254 @@
+"""Making a failing case smaller by its record: fewer steps, requests and tokens, plainer settings.
+
+Works on any case, whether drawn, read from a file or taken from a trace, and goes where shrinking by bytes
+gets stuck: it drops an early step while a later one fails, and shrinks page and lengths together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from cases.codec import to_json
+from cases.model import AnyRequest, Case, Heads, KernelRequest, Kind, Mask, Phase, Request, Step
+
+_PLAIN = Case((Step((Request(),)),))
+_KEPT = {"steps", "level", "page_size", "num_layers"}
+_RANK = {"decode": 0, "prefill": 1}
+
+
+class _Draft(NamedTuple):
+    """A step that may break a rule."""
+
+    requests: Sequence[AnyRequest]
+    phase: Phase
+    kind: Kind
+
+
+_Changes = Iterator[tuple[Sequence[_Draft], dict[str, Any]]]
+
+
+def simplify(case: Case, fails: Callable[[Case], bool], *, budget: int = 1000) -> Case:
+    """The smallest case found for which `fails` holds, starting from `case`; `budget` calls at most."""
+    smallest, size = case, _size(case)
+    progress = True
+    while progress:
+        progress = False
+        for candidate in simpler(smallest):
+            if _size(candidate) >= size:
+                continue
+            if budget == 0:
+                return smallest
+            budget -= 1
+            if fails(candidate):
+                smallest, size, progress = candidate, _size(candidate), True
+                break
+    return smallest
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Valid cases that differ in one respect and are mostly simpler, the boldest first."""
+    drafts = [_Draft(step.requests, step.phase, step.kind) for step in case.steps]
+    for change in (
+        _fewer_steps,
+        _fewer_requests,
+        _smaller_pages,
+        _plainer_settings,
+        _shorter_together,
+        _shorter,
+        _plainer_steps,
+    ):
+        for changed, settings in change(case, drafts):
+            try:
+                steps = tuple(Step(tuple(draft.requests), draft.phase, draft.kind) for draft in changed)
+                yield replace(case, steps=steps, **settings)
+            except ValueError:
+                continue
+
+
+def _size(case: Case) -> tuple[int, ...]:
+    requests = [r for step in case.steps for r in step.requests]
+    heads = case.heads
+    text = to_json(case)
+    return (
+        len(case.steps),
+        len(requests),
+        sum(r.kv_len for r in requests),
+        sum(r.qo_len for r in requests),
+        case.page_size,
+        sum(_RANK.get(step.kind, 2) for step in case.steps),
+        heads.num_qo_heads * heads.head_dim_qk + heads.num_kv_heads * heads.head_dim_vo,
+        len(text),
+        *text.encode(),
+    )
+
+
+def _fewer_steps(_: Case, drafts: Sequence[_Draft]) -> _Changes:
+    if len(drafts) == 1:
+        return
+    for draft in drafts:
+        yield [draft], {}
+    for i in range(len(drafts)):
+        yield [*drafts[:i], *drafts[i + 1 :]], {}
+
+
+def _fewer_requests(_: Case, drafts: Sequence[_Draft]) -> _Changes:
+    """Without some uids, in every step: each half of them, then each one."""
+    uids = list(dict.fromkeys(r.uid for draft in drafts for r in draft.requests))
+    halves = [uids[: len(uids) // 2], uids[len(uids) // 2 :]] if len(uids) > 2 else []
+    for dropped in [*halves, *([uid] for uid in uids)]:
+        kept = [draft._replace(requests=_without(draft.requests, set(dropped))) for draft in drafts]
+        yield [draft for draft in kept if draft.requests], {}
+
+
+def _without(requests: Sequence[AnyRequest], uids: set[int]) -> list[AnyRequest]:
+    """The first borrower of a dropped lender lends to the others."""
+    heirs: dict[int, int] = {}
+    found: list[AnyRequest] = []
+    for r in requests:
+        if r.uid in uids:
+            continue
+        if r.prefix_of not in uids:
+            found.append(r)
+        elif heirs.setdefault(r.prefix_of, r.uid) == r.uid:
+            found.append(replace(r, prefix_of=None, prefix_len=0))
+        else:
+            found.append(replace(r, prefix_of=heirs[r.prefix_of]))
+    return found
+
+
+def _smaller_pages(case: Case, drafts: Sequence[_Draft]) -> _Changes:
+    """Smaller pages, with the same lengths and with lengths that stand to the page as before."""
+    for size in (1, 2, 3, 4, 8, 16, 32, 64):
+        if size >= case.page_size:
+            return
+        scaled = [d._replace(requests=[_scaled(r, case.page_size, size) for r in d.requests]) for d in drafts]
+        for changed in (scaled, drafts):
+            yield changed, {"page_size": size, "max_seq_len": None}
+            if case.max_seq_len is not None:
+                yield changed, {"page_size": size, "max_seq_len": _longest(changed)}
+
+
+def _longest(drafts: Sequence[_Draft]) -> int:
+    return max(r.kv_len for draft in drafts for r in draft.requests)
+
+
+def _scaled(r: AnyRequest, old: int, new: int) -> AnyRequest:
+    def length(n: int) -> int:
+        pages, rest = divmod(n, old)
+        return pages * new + (max(new - (old - rest), 1) if rest > old // 2 else min(rest, new - 1))
+
+    prefix = r.prefix_len // old * new
+    if isinstance(r, KernelRequest):
+        kv_len = length(r.kv_len)
+        return replace(r, qo_len=min(r.qo_len, kv_len), kv_len=kv_len, prefix_len=prefix)
+    kv_len = max(length(r.kv_len), prefix + 1)
+    extend = min(r.extend_len, kv_len - prefix)
+    return replace(r, cached_len=kv_len - extend, extend_len=extend, prefix_len=prefix)
+
+
+def _plainer_settings(case: Case, drafts: Sequence[_Draft]) -> _Changes:
+    names = [f.name for f in fields(Case) if f.name not in _KEPT]
+    yield drafts, {name: getattr(_PLAIN, name) for name in names}
+    for heads in (Heads(), Heads(case.heads.group_size), Heads(2, 1), Heads(2, 2)):
+        yield drafts, {"heads": heads}
+    yield drafts, {"heads": Heads(case.heads.num_qo_heads, case.heads.num_kv_heads)}
+    yield drafts, {"kv_dtype": None, "k_scale": 1.0, "v_scale": 1.0}
+    mask = case.mask
+    if mask.window is not None:
+        yield drafts, {"mask": replace(mask, window=None)}
+        yield drafts, {"mask": replace(mask, window=1)}
+        yield drafts, {"mask": replace(mask, window=2)}
+    yield drafts, {"mask": replace(mask, soft_cap=None)}
+    if mask.custom is None:
+        yield drafts, {"mask": replace(mask, causal=True)}
+    else:
+        yield drafts, {"mask": Mask(soft_cap=mask.soft_cap)}
+        yield drafts, {"mask": replace(mask, custom=0)}
+    for name in names:
+        if getattr(case, name) != getattr(_PLAIN, name):
+            yield drafts, {name: getattr(_PLAIN, name)}
+
+
+def _shorter(case: Case, drafts: Sequence[_Draft]) -> _Changes:
+    """Each request shorter: down to the borders of a page, to half, by one; stored tokens or new ones."""
+    for i, draft in enumerate(drafts):
+        for j, r in enumerate(draft.requests):
+            for shorter in _shorter_requests(r, case.page_size):
+                requests = [*draft.requests[:j], shorter, *draft.requests[j + 1 :]]
+                yield from _limited(case, [*drafts[:i], draft._replace(requests=requests), *drafts[i + 1 :]])
+
+
+def _shorter_together(case: Case, drafts: Sequence[_Draft]) -> _Changes:
+    """A request shorter by as many stored tokens in every step that it is in."""
+    stored: dict[int, list[int]] = {}
+    for draft in drafts:
+        for r in draft.requests:
+            stored.setdefault(r.uid, []).append(r.stored_len - r.prefix_len)
+    for uid, lengths in stored.items():
+        for cut in dict.fromkeys((min(lengths), min(lengths) // 2, case.page_size, 1)):
+            if len(lengths) > 1 and 0 < cut <= min(lengths):
+                shorter = [[_cut(r, cut) if r.uid == uid else r for r in d.requests] for d in drafts]
+                changed = [d._replace(requests=rs) for d, rs in zip(drafts, shorter, strict=True)]
+                yield from _limited(case, changed)
+
+
+def _cut(r: AnyRequest, tokens: int) -> AnyRequest:
+    if isinstance(r, KernelRequest):
+        return replace(r, kv_len=r.kv_len - tokens)
+    return replace(r, cached_len=r.cached_len - tokens)
+
+
+def _limited(case: Case, drafts: Sequence[_Draft]) -> _Changes:
+    """With the page table as it is, and with one that just fits."""
+    yield drafts, {}
+    if case.max_seq_len is not None:
+        yield drafts, {"max_seq_len": _longest(drafts)}
+
+
+def _shorter_requests(r: AnyRequest, p: int) -> Iterator[AnyRequest]:
+    if r.prefix_of is not None:
+        yield replace(r, prefix_of=None, prefix_len=0)
+        yield replace(r, prefix_len=p)
+    for kv_len in (0, 1, 2, p - 1, p, p + 1, 2 * p, 2 * p + 1, r.kv_len // 2, r.kv_len - 2, r.kv_len - 1):
+        if not 0 <= kv_len < r.kv_len:
+            continue
+        if isinstance(r, KernelRequest):
+            yield replace(r, kv_len=kv_len, qo_len=min(r.qo_len, kv_len))
+            yield replace(r, kv_len=kv_len)
+        elif kv_len:
+            stored = {kv_len - 1, kv_len - min(r.extend_len, kv_len), min(r.cached_len, kv_len - 1)}
+            for cached in sorted(stored, reverse=True):
+                yield replace(r, cached_len=cached, extend_len=kv_len - cached)
+    for qo_len in (0, 1, 2, r.qo_len // 2, r.qo_len - 1):
+        if not 0 <= qo_len < r.qo_len:
+            continue
+        if isinstance(r, KernelRequest):
+            yield replace(r, qo_len=qo_len)
+        elif qo_len:
+            yield replace(r, cached_len=r.kv_len - qo_len, extend_len=qo_len)
+
+
+def _plainer_steps(_: Case, drafts: Sequence[_Draft]) -> _Changes:
+    for i, draft in enumerate(drafts):
+        for plain in (
+            _Draft(draft.requests, "decode", "decode"),
+            _Draft(draft.requests, "prefill", "prefill"),
+        ):
+            yield [*drafts[:i], plain, *drafts[i + 1 :]], {}
+    order: dict[int, int] = {}
+    for draft in drafts:
+        for r in draft.requests:
+            order.setdefault(r.uid, len(order))
+    yield [_renamed(draft, order) for draft in drafts], {}
+    yield [_renamed(draft, {r.uid: i for i, r in enumerate(draft.requests)}) for draft in drafts], {}
+
+
+def _renamed(draft: _Draft, uids: Mapping[int, int]) -> _Draft:
+    return draft._replace(
+        requests=[
+            replace(r, uid=uids[r.uid], prefix_of=None if r.prefix_of is None else uids[r.prefix_of])
+            for r in draft.requests
+        ]
+    )
