@@ -17,7 +17,7 @@ from cases.values import RowIds, TokenIds, keys_and_values, queries
 
 NAN = float("nan")
 LARGE = {"float16": 2.0e4, "bfloat16": 1.0e6, "float32": 1.0e6, "float8_e4m3fn": 240.0, "float8_e5m2": 2.0e4}
-"""Large finite poison by KV dtype."""
+"""Finite poison of V by KV dtype. K holds 0 beside it: a key of any size could score so low that it has no weight."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,11 @@ class StepTensors:
         keep[self.tokens.new] = False
         return torch.from_numpy(np.flatnonzero(keep))
 
+    @cached_property
+    def out_loc(self) -> torch.Tensor:
+        """int32 `[num_new]`: the slot of each new token."""
+        return self.slots[self.new].int()
+
 
 @dataclass(frozen=True)
 class CaseTensors:
@@ -61,6 +66,43 @@ class CaseTensors:
     case: Case
     plan: Plan
     steps: tuple[StepTensors, ...]
+
+    @cached_property
+    def _pools(self) -> dict[tuple[int, str, bool, bool], torch.Tensor]:
+        return {}
+
+    def pool(self, step: int, which: str, *, nan: bool, after: bool) -> torch.Tensor:
+        """What K ("k") or V ("v") of all layers must hold before or after a step: the tokens that stand there by then,
+        poison in every other slot. Made once; not to be written to."""
+        key = (step, which, nan, after)
+        if key not in self._pools:
+            s = self.steps[step]
+            rows = s.k_all if which == "k" else s.v_all
+            if after:
+                pool = self.pool(step, which, nan=nan, after=False).clone()
+                self.write(pool, s.slots[s.new], rows[:, s.new])
+            else:
+                finite = 0.0 if which == "k" else LARGE[self.case.cache_dtype]
+                pool = self.empty_pool(rows.shape[-1], NAN if nan else finite)
+                self.write(pool, s.slots[s.stored], rows[:, s.stored])
+            self._pools[key] = pool
+        return self._pools[key]
+
+    @cached_property
+    def _tables(self) -> dict[int, torch.Tensor]:
+        return {}
+
+    def page_table(self, step: int) -> torch.Tensor:
+        """int32 `[num_rows, table_width]`: token locations; past each length, valid slots that nobody owns.
+        Made once; not to be written to."""
+        if step not in self._tables:
+            placed = self.steps[step].placed
+            free = (placed.free_pages[:, None] * self.case.page_size + np.arange(self.case.page_size)).reshape(-1)
+            table = np.resize(free, (self.plan.num_rows, self.case.table_width)).astype(np.int32)
+            for row, slots in zip(placed.rows, placed.slots, strict=True):
+                table[row, : len(slots)] = slots
+            self._tables[step] = torch.from_numpy(table)
+        return self._tables[step]
 
     def empty_pool(self, dim: int, fill: float) -> torch.Tensor:
         """A pool of all layers: `[layers, num_pages, page_size, num_kv_heads, dim]` (HND: heads before slots)."""

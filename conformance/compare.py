@@ -30,6 +30,8 @@ def tensor_fault(
     """What is wrong with a returned object before its values count; None if nothing is."""
     if not isinstance(got, torch.Tensor):
         return f"{name} is {'None' if got is None else type(got).__name__}, must be a tensor"
+    if got.layout is not torch.strided:
+        return f"{name} is {_name(got.layout)}, must be dense"
     if tuple(got.shape) != shape:
         return f"{name} has shape {list(got.shape)}, must have {list(shape)}"
     if got.dtype != dtype:
@@ -40,8 +42,8 @@ def tensor_fault(
     return None
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(what: torch.dtype | torch.layout) -> str:
+    return str(what).removeprefix("torch.")
 
 
 def elements(got: np.ndarray, want: np.ndarray, allowed: np.ndarray | float) -> Wrong | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -23,17 +23,6 @@ from conformance.pool import Pool
 from conformance.question import Question
 from fakes import cuda
 from fakes.recorder import Mode, Recorder, resumed
-
-
-def page_table(tensors: CaseTensors, step: int) -> torch.Tensor:
-    """int32 `[num_rows, table_width]`: token locations; past each length, valid slots that nobody owns."""
-    case, placed = tensors.case, tensors.steps[step].placed
-    free = (placed.free_pages[:, None] * case.page_size + np.arange(case.page_size)).reshape(-1)
-    shape = (tensors.plan.num_rows, case.table_width)
-    table = np.resize(free, shape).astype(np.int32)
-    for row, slots in zip(placed.rows, placed.slots, strict=True):
-        table[row, : len(slots)] = slots
-    return torch.from_numpy(table)
 
 
 def engine_context(
@@ -74,15 +63,12 @@ class EngineRun:
         self.tensors = question.tensors
         self.backend: Backend | None = None
         self._executions = 0
-        self._failure: Failure | None = None
         self.pool = Pool(self.tensors, self.recorder, adopt=machine.simulated)
-        self.table = machine.adopt(page_table(self.tensors, 0))
+        self.table = machine.adopt(self.tensors.page_table(0).clone())
         context = engine_context(self.tensors, self.pool, self.table, machine.device)
-        try:
-            with self._at(-1, -1):
-                self.backend = spec.factory(context)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend throws is its verdict
-            self._failure = Failure(error, -1, -1, isinstance(error, Refused))
+        self._built = Execution(nan=True, recorder=self.recorder, first_batch=0)
+        with self._built.catching(-1, -1):
+            self.backend = self.build(context)
 
     def execute(self, *, nan: bool) -> Execution:
         """Run all steps of the case. A fault of the backend ends the execution and is kept in it."""
@@ -90,7 +76,7 @@ class EngineRun:
         execution = Execution(nan, self.recorder, self._executions * steps)
         self._executions += 1
         if self.backend is None:
-            execution.failure = self._failure
+            execution.failure = self._built.failure
             return execution
         for index in range(steps):
             self._step(execution, self.backend, index)
@@ -103,41 +89,55 @@ class EngineRun:
         run = StepRun()
         execution.steps.append(run)
         self.pool.fill(index, nan=execution.nan)
-        self.table.copy_(page_table(self.tensors, index))
+        self.table.copy_(self.tensors.page_table(index))
         batch = self._batch(tensors)
         given = self._layers(tensors)
-        layer = -1
-        try:
-            with self._at(execution.first_batch + index, layer):
-                backend.prepare_metadata(batch)
-            for layer, handed in enumerate(given):
-                with self._at(execution.first_batch + index, layer):
-                    answer = self._forward(backend, handed, layer, batch)
-                self._receive(handed, answer)
-                run.layers.append(handed)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend throws is its verdict
-            execution.failure = Failure(error, index, layer, isinstance(error, Refused))
-            return
-        run.changed = self._changed(index, batch, given)
-        run.pool = (self.pool.k.clone(), self.pool.v.clone())
+        mark = Mark(execution.first_batch + index, -1)
+        with execution.catching(index, -1):
+            self.prepare(backend, batch, mark)
+        for layer, handed in enumerate(given):
+            answer: object = None
+            if execution.failure is None:
+                with execution.catching(index, layer):
+                    answer = self.forward(backend, batch, handed, mark._replace(layer=layer))
+            if execution.failure:
+                return
+            self._receive(execution, handed, answer)
+            run.layers.append(handed)
+        if execution.is_first:
+            run.changed = self._changed(index, batch, given)
+            run.pool = (self.pool.k.clone(), self.pool.v.clone())
 
     @contextmanager
-    def _at(self, batch: int, layer: int) -> Iterator[None]:
-        self.recorder.at = Mark(batch, layer)
+    def at(self, mark: Mark) -> Iterator[None]:
+        """The backend's own code runs inside, and nothing else."""
+        self.recorder.at = mark
         with self.machine.running(), resumed(self.recorder):
             yield
 
-    def _forward(self, backend: Any, handed: LayerRun, layer: int, batch: Batch) -> object:
-        forward = backend.forward if self.spec.capabilities.lse is None else backend.forward_return_lse
-        return forward(handed.q, handed.k, handed.v, layer, batch)
+    def build(self, context: EngineContext) -> Any:
+        """Make the backend object."""
+        with self.at(Mark(-1, -1)):
+            return self.spec.factory(context)
 
-    def _receive(self, handed: LayerRun, answer: object) -> None:
+    def prepare(self, backend: Any, batch: Batch, mark: Mark) -> None:
+        """Have the backend prepare a batch."""
+        with self.at(mark):
+            backend.prepare_metadata(batch)
+
+    def forward(self, backend: Any, batch: Batch, handed: LayerRun, mark: Mark) -> object:
+        """Have the backend compute one layer; whatever it returns."""
+        call = backend.forward if self.spec.capabilities.lse is None else backend.forward_return_lse
+        with self.at(mark):
+            return call(handed.q, handed.k, handed.v, mark.layer, batch)
+
+    def _receive(self, execution: Execution, handed: LayerRun, answer: object) -> None:
         if self.spec.capabilities.lse is not None and isinstance(answer, tuple):
             parts: tuple[object, ...] = answer  # pyright: ignore[reportUnknownVariableType]
             handed.out, handed.lse = (*parts, None, None)[:2]
         else:
             handed.out = answer
-        receive(self.recorder, handed)
+        receive(execution, handed)
 
     def _batch(self, tensors: StepTensors) -> Batch:
         requests = [r for r in tensors.step.requests if isinstance(r, Request)]
@@ -151,7 +151,7 @@ class EngineRun:
             phase=tensors.step.phase,
             kind=tensors.step.kind,
             positions=self.machine.adopt(torch.from_numpy(tensors.rows.position.astype(np.int32))),
-            out_loc=self.machine.adopt(tensors.slots[tensors.new].int()),
+            out_loc=self.machine.adopt(tensors.out_loc.clone()),
         )
 
     def _layers(self, tensors: StepTensors) -> list[LayerRun]:
@@ -173,9 +173,9 @@ class EngineRun:
             for name, now, then in (("q", handed.q, q), ("k", handed.k, k), ("v", handed.v, v)):
                 if not torch.equal(now, then[layer]):
                     changed.append(f"{name} of layer {layer}")
-        if not torch.equal(self.table, page_table(self.tensors, index)):
+        if not torch.equal(self.table, self.tensors.page_table(index)):
             changed.append("page_table")
-        if not torch.equal(batch.out_loc, tensors.slots[tensors.new].int()):
+        if not torch.equal(batch.out_loc, tensors.out_loc):
             changed.append("out_loc")
         if not np.array_equal(batch.positions.numpy(), tensors.rows.position):
             changed.append("positions")
@@ -201,11 +201,17 @@ def fused(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(piece.unflatten(2, p.shape[2:]) for piece, p in zip(pieces, parts, strict=True))
 
 
-def receive(recorder: Recorder, handed: LayerRun) -> None:
-    """Copy what came back before the next layer can overwrite it, with its unrounded values where known."""
-    if isinstance(handed.out, torch.Tensor):
-        handed.exact = recorder.exact_of(handed.out)
+def receive(execution: Execution, handed: LayerRun) -> None:
+    """Copy what came back before the next layer can overwrite it; of the first execution with its unrounded values."""
+    recorder = execution.recorder if execution.is_first else None
+    if _has_values(handed.out):
+        handed.exact = recorder.exact_of(handed.out) if recorder else None
         handed.values = cuda.host(handed.out).detach().clone()
-    if isinstance(handed.lse, torch.Tensor):
-        handed.exact_lse = recorder.exact_of(handed.lse)
+    if _has_values(handed.lse):
+        handed.exact_lse = recorder.exact_of(handed.lse) if recorder else None
         handed.lse_values = cuda.host(handed.lse).detach().clone()
+
+
+def _has_values(answer: object) -> TypeGuard[torch.Tensor]:
+    """Not so for a tensor on the meta device or a sparse one; the checks say what it is."""
+    return isinstance(answer, torch.Tensor) and not answer.is_meta and answer.layout == torch.strided

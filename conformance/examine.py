@@ -23,8 +23,8 @@ def examine(question: Question, asker: Asker, checks: Collection[str] | None = N
         if checks is not None and name not in checks:
             continue
         found = check(trial)
-        if found is None:
-            continue
+        if found is None or (trial.first.failure and not found):
+            continue  # nothing to look at, or broken off before it could be seen
         outcomes[name] = _outcome(found)
         findings += found
     return Verdict(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from backends.contract import Refused
 from conformance.question import Answer
 from fakes.recorder import Call, Recorder
 
@@ -41,7 +44,8 @@ class LayerRun:
 
 @dataclass(slots=True)
 class StepRun:
-    """One step. `changed` names inputs that were altered; `pool` holds K and V afterwards, or None if it broke off."""
+    """One step. Of a first execution, `changed` names inputs that were altered and `pool` holds K and V afterwards; None
+    if it broke off."""
 
     layers: list[LayerRun] = field(default_factory=list[LayerRun])
     changed: list[str] = field(default_factory=list[str])
@@ -73,6 +77,19 @@ class Execution:
     failure: Failure | None = None
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict[tuple[int, int], Answer])
     """Answers by (step, layer) that differ from the question's own, for adapters that merge given states."""
+
+    @contextmanager
+    def catching(self, step: int, layer: int) -> Iterator[None]:
+        """Only backend code runs inside: whatever it throws is its verdict, and ends the execution."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            self.failure = Failure(error, step, layer, isinstance(error, Refused))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the backend object's first execution: the one that is looked at closely."""
+        return self.first_batch == 0
 
     def calls(self, step: int) -> list[Call]:
         """Library calls of one step, in order."""

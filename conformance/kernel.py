@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.contract import Attention, KernelCall, Refused
+from backends.contract import Attention, KernelCall
 from backends.registry import BackendSpec
 from cases.tensors import StepTensors
 from conformance.engine import EngineRun, fused, receive
-from conformance.execution import Execution, Failure, LayerRun, StepRun
+from conformance.execution import Execution, LayerRun, Mark, StepRun
 from conformance.question import Answer
 from reference import AttentionState, exact_tolerance, paged_attention, visible
 from reference.merge import from_base, merge_all, to_base
@@ -29,26 +29,31 @@ class KernelRun(EngineRun):
         self.pool.fill(index, nan=execution.nan)
         calls = [self._call(execution, tensors, index, layer) for layer in range(self.question.case.num_layers)]
         kept = [(c.q.clone(), c.k.clone(), c.v.clone()) for c in calls]
-        layer = 0
-        try:
-            for layer, call in enumerate(calls):
-                with self._at(execution.first_batch + index, layer):
-                    answer: object = backend.attend(call)
-                handed = LayerRun(call.q, call.k, call.v)
-                if isinstance(answer, Attention):
-                    handed.out, handed.lse = answer.out, answer.lse
-                else:
-                    handed.out = answer
-                receive(self.recorder, handed)
-                run.layers.append(handed)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend throws is its verdict
-            execution.failure = Failure(error, index, layer, isinstance(error, Refused))
+        for layer, call in enumerate(calls):
+            answer: object = None
+            with execution.catching(index, layer):
+                answer = self.attend(backend, call, Mark(execution.first_batch + index, layer))
+            if execution.failure:
+                return
+            handed = LayerRun(call.q, call.k, call.v)
+            if isinstance(answer, Attention):
+                handed.out, handed.lse = answer.out, answer.lse
+            else:
+                handed.out = answer
+            receive(execution, handed)
+            run.layers.append(handed)
+        if not execution.is_first:
             return
         for layer, (call, then) in enumerate(zip(calls, kept, strict=True)):
             for name, now, before in zip(("q", "k", "v"), (call.q, call.k, call.v), then, strict=True):
                 if not torch.equal(_bits(now), _bits(before)):
                     run.changed.append(f"{name} of layer {layer}")
         run.pool = (self.pool.k.clone(), self.pool.v.clone())
+
+    def attend(self, backend: Any, call: KernelCall, mark: Mark) -> object:
+        """Have the adapter make one call; whatever it returns."""
+        with self.at(mark):
+            return backend.attend(call)
 
     def _call(self, execution: Execution, tensors: StepTensors, index: int, layer: int) -> KernelCall:
         case, step, adopt = self.question.case, tensors.step, self.machine.adopt

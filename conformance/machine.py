@@ -30,8 +30,8 @@ class Machine:
 
     def running(self) -> AbstractContextManager[object]:
         """Backend code runs inside; harness code outside sees plain CPU tensors."""
-        return nullcontext() if self._simulation is None else torch._C._EnableTorchFunction()  # noqa: SLF001
+        return nullcontext() if self._simulation is None else cuda.resumed()
 
     def place_of(self, tensor: torch.Tensor) -> str:
-        """Where a tensor is, as backend code would see it: "cuda:0" or "cpu"."""
-        return "cuda:0" if self.simulated and cuda.on_device(tensor) else "cpu"
+        """Where a tensor is, as backend code would see it: "cuda:0", "cpu" or "meta"."""
+        return "cuda:0" if self.simulated and cuda.on_device(tensor) else str(tensor.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cases.tensors import LARGE, NAN, CaseTensors
+from cases.tensors import CaseTensors
 from conformance.execution import Mark
 from fakes import cuda
 from fakes.recorder import Recorder
@@ -42,17 +42,8 @@ class Pool:
 
     def fill(self, step: int, *, nan: bool) -> None:
         """Before a step: the stored tokens where they belong, poison in every other slot."""
-        self.k.copy_(self.expected(step, nan=nan, which="k", after=False))
-        self.v.copy_(self.expected(step, nan=nan, which="v", after=False))
-
-    def expected(self, step: int, *, nan: bool, which: str, after: bool) -> torch.Tensor:
-        """What K or V must hold before or after a step."""
-        t = self._tensors
-        s = t.steps[step]
-        rows = s.k_all if which == "k" else s.v_all
-        pool = t.empty_pool(rows.shape[-1], NAN if nan else LARGE[t.case.cache_dtype])
-        t.write(pool, s.slots if after else s.slots[s.stored], rows if after else rows[:, s.stored])
-        return pool
+        self.k.copy_(self._tensors.pool(step, "k", nan=nan, after=False))
+        self.v.copy_(self._tensors.pool(step, "v", nan=nan, after=False))
 
     def k_cache(self, layer_id: int) -> torch.Tensor:
         return self._k_layers[layer_id]

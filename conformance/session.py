@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
+from typing import Any, Literal, Self
 
 import torch
 
 from backends.libraries import DISTRIBUTIONS, Answer, LibraryError, LibraryKind, answered, use
-from backends.registry import BackendSpec, resolve
+from backends.registry import BackendSpec, resolve, spec_of
 from conformance.machine import Machine
 from conformance.trial import Asker
 from fakes import cuda
@@ -20,7 +22,7 @@ class Session:
     """Backends by name, ready to be asked. A context manager; one at a time in a process.
 
     Args:
-        names: backends as `backends.registry.resolve` takes them.
+        names: backends as `backends.registry.resolve` takes them, or classes.
         library: "fake" or "real": which kind of kernel library answers.
         mode: how the fakes behave (`fakes.recorder`).
         device_sim: which simulated device: "auto", "light" or "full".
@@ -32,11 +34,11 @@ class Session:
 
     def __init__(
         self,
-        names: Sequence[str],
+        names: Sequence[str | type[Any]],
         *,
         library: LibraryKind = "fake",
         mode: Mode = "strict",
-        device_sim: str = "auto",
+        device_sim: Literal["auto", "light", "full"] = "auto",
     ) -> None:
         if library == "real":
             use(library, DISTRIBUTIONS)
@@ -45,13 +47,15 @@ class Session:
             )
         use(library, DISTRIBUTIONS)
         self.mode: Mode = mode
-        self._device_sim = device_sim
-        self.specs: list[BackendSpec] = [resolve(name) for name in names]
+        self._device_sim: Literal["auto", "light", "full"] = device_sim
+        self.specs: list[BackendSpec] = [
+            resolve(name) if isinstance(name, str) else spec_of(name) for name in names
+        ]
         self.askers: list[Asker] = []
         self.libraries: dict[str, Answer] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # two threads made small cases 12 times slower
         self._stack.callback(torch.set_num_threads, threads)
@@ -63,8 +67,16 @@ class Session:
                 simulated = Machine(simulation)
             machine = simulated if spec.capabilities.library and simulated else Machine(None)
             self.askers.append(Asker(spec, machine, self.mode))
+        needed = {name for spec in self.specs for name in spec.capabilities.library}
+        for library in sorted(needed & DISTRIBUTIONS.keys()):
+            importlib.import_module(library)  # which one answers must be known before anything is asked
         self.libraries = answered()
         return self
+
+    @property
+    def device(self) -> str:
+        """What the backends run on, in words."""
+        return " and ".join(dict.fromkeys(asker.machine.name for asker in self.askers))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

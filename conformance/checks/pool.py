@@ -17,7 +17,7 @@ def check(trial: Trial) -> list[Finding]:
         if run.pool is None:
             continue
         for which, after in zip("kv", run.pool, strict=True):
-            want = trial.pool.expected(step, nan=trial.first.nan, which=which, after=True)
+            want = trial.question.tensors.pool(step, which, nan=trial.first.nan, after=True)
             if not _same_bits(after, want):
                 found.append(_finding(trial, step, which, after, want))
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from conformance.checks.values import failure_finding, output_wrong
+from conformance.checks.values import failure_finding, layer_findings
 from conformance.compare import Wrong, elements
 from conformance.execution import LayerRun
 from conformance.outcome import Finding
@@ -29,7 +29,7 @@ def check(trial: Trial) -> list[Finding] | None:
     related = RELATIONS[drawn](trial.question, trial.spec.capabilities)
     if related is None or unsupported(related.case, trial.spec.capabilities, trial.asker.mode):
         return None
-    if any(output_wrong(trial, handed, 0, layer) for layer, handed in _layers(trial)):
+    if any(layer_findings(trial, handed, 0, layer) for layer, handed in _layers(trial)):
         return None
     execution = trial.asker.ask(related.case, related.tensors)
     found = [

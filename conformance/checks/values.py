@@ -36,7 +36,7 @@ def failure_finding(execution: Execution, check_name: str) -> list[Finding]:
     return [
         Finding(
             check=check_name,
-            outcome=Outcome.REFUSED if failure.refused else Outcome.RAISED,
+            outcome=Outcome.RAISED,  # declared is tested: refusing it is no clean refusal
             step=failure.step if failure.step >= 0 else None,
             layer=failure.layer if failure.layer >= 0 else None,
             message=f"{where} {what}: {failure}",

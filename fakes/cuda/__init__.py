@@ -37,6 +37,7 @@ from fakes.cuda.interface import (
     on_device,
     paused,
     remove,
+    resumed,
 )
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "kernel",
     "on_device",
     "paused",
+    "resumed",
     "simulated_cuda",
 ]
 

@@ -58,6 +58,9 @@ class Simulation(ABC):
     @abstractmethod
     def paused(self) -> AbstractContextManager[Any]: ...
 
+    @abstractmethod
+    def resumed(self) -> AbstractContextManager[Any]: ...
+
 
 _installed: Simulation | None = None
 _nothing = nullcontext()
@@ -142,3 +145,8 @@ def paused() -> AbstractContextManager[Any]:
     does.
     """
     return _nothing if _installed is None else _installed.paused()
+
+
+def resumed() -> AbstractContextManager[Any]:
+    """Switch the simulation on again inside `paused`, for code that is to see the device."""
+    return _nothing if _installed is None else _installed.resumed()

@@ -128,6 +128,9 @@ class LightDevice(Simulation):
     def paused(self) -> AbstractContextManager[Any]:
         return torch._C.DisableTorchFunction()
 
+    def resumed(self) -> AbstractContextManager[Any]:
+        return torch._C._EnableTorchFunction()
+
 
 def _remove_mode(mode: LightMode) -> None:
     """Take our mode off the stack, with whatever user code left above it."""

@@ -203,6 +203,16 @@ def test_adopt_and_on_device(light: cuda.Simulation) -> None:
     assert not cuda.on_device(torch.zeros(2))
 
 
+def test_resumed_inside_paused_sees_the_device_again(light: cuda.Simulation) -> None:
+    with cuda.paused():
+        t = cuda.adopt(torch.ones(2))
+        assert not t.is_cuda
+        with cuda.resumed():
+            assert t.is_cuda
+            assert (t + 1).is_cuda
+        assert not t.is_cuda
+
+
 def test_paused_nests(light: cuda.Simulation) -> None:
     x = row()
     with cuda.paused():

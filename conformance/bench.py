@@ -1,0 +1,66 @@
+"""`conformance bench`: what the harness costs and how sharp it sees."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from conformance.benches import needles, throughput
+
+BACKENDS = ("torch", "fi", "fi-paged", "fa", "kernel:fi-decode", "kernel:fi-prefill", "kernel:fa-kvcache")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure the parts named (all of them where none is) and print the numbers."""
+    parser = argparse.ArgumentParser(prog="conformance bench", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(_PARTS)}; default: all")
+    parser.add_argument("--cases", type=int, default=600, help="cases per backend (default %(default)s)")
+    parser.add_argument("--trials", type=int, default=1000, help="needle trials each (default %(default)s)")
+    options = parser.parse_args(argv)
+    unknown = [part for part in options.parts if part not in _PARTS]
+    if unknown:
+        print(f"conformance: error: no bench {unknown[0]!r}; there are {', '.join(_PARTS)}", file=sys.stderr)
+        return 2
+    for part in options.parts or _PARTS:
+        print(f"\n{part}")
+        _PARTS[part](options)
+    return 0
+
+
+def _throughput(options: argparse.Namespace) -> None:
+    """Default mix: up to 8 requests, up to 64 tokens in all (a stated share is longer), 2 layers, two executions."""
+    for result in throughput.measure(BACKENDS, options.cases):
+        print(f"  {result}", flush=True)
+
+
+def _needles(options: argparse.Namespace) -> None:
+    for result in needles.measure(options.trials):
+        print(f"  {result}", flush=True)
+
+
+def _oracle(options: argparse.Namespace) -> None:
+    del options
+    from reference.bench import measure
+
+    cost = measure()
+    print("  one layer, 64 decode requests of 4,000 tokens, 32/8 heads of 128, float16, one thread:")
+    print(f"  oracle {cost.layer_s:.2f} s, torch float64 SDPA {cost.sdpa_s:.2f} s: {cost.ratio:.2f} times")
+    print(f"  (SDPA in batches of 8 requests {cost.sdpa_batched_s:.2f} s)")
+    print(f"  8 requests, 64 tokens, 4/2 heads of 64: {cost.prefill_s * 1e6:.0f} us")
+
+
+def _device(options: argparse.Namespace) -> None:
+    del options
+    from fakes.cuda.bench import measure
+
+    for name, (plain, simulated) in measure().items():
+        print(f"  {name:28} plain {plain:6.2f} us   simulated {simulated:6.2f} us")
+
+
+_PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "throughput": _throughput,
+    "needles": _needles,
+    "oracle": _oracle,
+    "device": _device,
+}
