@@ -15,7 +15,10 @@ from backends.registry import BUILT_IN, resolve
 from backends.test_support import small_engine
 from cases.model import Layout
 from fakes import cuda
+from fakes.cuda.claims import real_gpu
 from fakes.recorder import recording
+
+pytestmark = pytest.mark.skipif(real_gpu(), reason="the simulated device stands aside for a real GPU")
 
 ADAPTERS = [name for name in BUILT_IN if name.startswith("kernel:")]
 MERGES = [name for name in ADAPTERS if name.endswith("-merge")]

@@ -15,7 +15,10 @@ from backends.registry import resolve
 from backends.test_support import Sequences, make_batch, small_engine
 from cases.model import Phase
 from fakes import cuda
+from fakes.cuda.claims import real_gpu
 from fakes.recorder import Recorder, recording
+
+pytestmark = pytest.mark.skipif(real_gpu(), reason="the simulated device stands aside for a real GPU")
 
 ENGINE_BACKENDS = ["fi", "fi-paged", "fa", "fa,fi", "fi-paged,fa"]
 A_PREFIX_HIT_AND_ONE_LAST_TOKEN = [(3, 5), (5, 6)]
