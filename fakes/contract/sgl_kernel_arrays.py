@@ -39,6 +39,10 @@ def _table() -> torch.Tensor:
     return page_table(requests([40, 17], [3, 1]))
 
 
+def _narrow_table() -> torch.Tensor:
+    return _table()[:, :2].contiguous()
+
+
 def _lens(*lens: int) -> torch.Tensor:
     return torch.tensor(lens or (40, 17), dtype=torch.int32)
 
@@ -95,7 +99,7 @@ RULES = (
     _rule(
         "page_table_narrow",
         "Columns are addressed by stride: behind the last one stands the next row.",
-        _given(page_table=lambda: _table()[:, :2].contiguous()),
+        _given(page_table=_narrow_table),
         WRONG,
         "sgl_kernel.fa.page_table.narrow",
     ),

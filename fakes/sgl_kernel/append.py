@@ -8,9 +8,10 @@ import torch
 from fakes import cuda, modes
 from fakes.sgl_kernel import readings
 from fakes.sgl_kernel.arguments import Forward, Shape
+from fakes.sgl_kernel.pages import Keys
 
 
-def append(args: Forward, shape: Shape, lens: np.ndarray) -> readings.Keys:
+def append(args: Forward, shape: Shape, lens: np.ndarray) -> Keys:
     """Write `k_new` and `v_new` in place at positions `lens` and up; return where all keys are read then.
 
     Raises:

@@ -9,7 +9,8 @@ import torch
 
 from fakes import attend, cuda, recorder
 from fakes.recorder import Attended, Span
-from fakes.sgl_kernel import mla_checks, readings
+from fakes.sgl_kernel import mla_checks
+from fakes.sgl_kernel.pages import paged_slots
 
 _ROUNDS_TO = {torch.float8_e4m3fn: torch.bfloat16}
 
@@ -144,7 +145,7 @@ def flash_mla_with_kvcache(
         mla_checks.check_schedule(schedule, num_splits, batch, rows, heads_k)
     lens = cuda.host(cache_seqlens).numpy().astype(np.int64)
     mla_checks.check_planned(schedule, lens)
-    reading = readings.paged_slots(
+    reading = paged_slots(
         block_table,
         np.maximum(lens, 0),
         mla_checks.PAGE_SIZE,

@@ -15,6 +15,7 @@ from fakes.recorder import Attended, Call, Span
 from fakes.sgl_kernel import append, checks, readings
 from fakes.sgl_kernel.arguments import Forward, Shape
 from fakes.sgl_kernel.masking import Visible, visible
+from fakes.sgl_kernel.pages import Keys
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -92,7 +93,7 @@ def _attend(
     shape: Shape,
     q: torch.Tensor,
     spans: tuple[Span, ...],
-    reading: readings.Keys,
+    reading: Keys,
     mask: Visible,
 ) -> tuple[np.ndarray, np.ndarray]:
     lost = reading.lost
