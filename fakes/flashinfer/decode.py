@@ -139,7 +139,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         q_dtype = dtype_of(q_data_type)  # pyright: ignore[reportArgumentType] - None is a TypeError, as there
         kv_dtype = dtype_of(kv_data_type) if kv_data_type is not None else q_dtype
         o_dtype = dtype_of(o_data_type) if o_data_type is not None else q_dtype
-        batch_size = len(last_page_len)
+        with cuda.paused():
+            batch_size = last_page_len.shape[0]
         call = self._record(
             "plan", "plan",
             {"indptr": indptr, "indices": indices, "last_page_len": last_page_len, "num_qo_heads": num_qo_heads,
@@ -308,7 +309,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     def _check_rows(self, rows: int, plan: Plan) -> None:
         if not releases.at_least("flashinfer", "0.7.4"):
             return
-        per_request = rows // max(1, len(self._paged_kv_last_page_len_buf))
+        per_request = rows // max(1, self._paged_kv_last_page_len_buf.shape[0])
         if plan.kernel == "cuda_core" and per_request > 1:
             raise ValueError(
                 f"q implies q_len_per_req={per_request}, but the non-tensor-core decode kernel only supports "

@@ -84,7 +84,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             RuntimeError: qo_indptr falls. KeyError: a dtype that no kernel was built for.
         """
         refuse_uncomputed(use_profiler=use_profiler)
-        batch_size = len(qo_indptr) - 1
+        with cuda.paused():
+            batch_size = qo_indptr.shape[0] - 1
         call = self._record(
             "plan", "plan",
             {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr,

@@ -153,7 +153,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         o_dtype = dtype_of(o_data_type) if o_data_type is not None else q_dtype
         cap = logits_soft_cap or 0.0
         head_dim_vo = head_dim_vo or head_dim_qk
-        batch_size = len(qo_indptr) - 1
+        with cuda.paused():
+            batch_size, num_indices = qo_indptr.shape[0] - 1, paged_kv_indices.shape[0]
         call = self._record(
             "plan", "plan",
             {"qo_indptr": qo_indptr, "paged_kv_indptr": paged_kv_indptr, "paged_kv_indices": paged_kv_indices,
@@ -171,7 +172,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                 rules.indptr(record, "qo_indptr", rules.array(record, "qo_indptr", qo_indptr), batch_size, "rows")
                 rules.pages(
                     record, _KV_NAMES, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
-                    len(paged_kv_last_page_len), page_size, seq_lens,
+                    paged_kv_last_page_len.shape[0], page_size, seq_lens,
                 )  # fmt: skip
             mask = self._packed_mask(
                 qo_indptr, paged_kv_indptr, paged_kv_last_page_len, page_size, custom_mask, packed_custom_mask
@@ -186,7 +187,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             if seq_lens is not None and releases.at_least("flashinfer", "0.7.4"):
                 lengths = lengths.to(torch.int32)
             longest(lengths)
-        self._check_graph(total_rows, batch_size, len(paged_kv_indices))
+        self._check_graph(total_rows, batch_size, num_indices)
         self._fill_buffers(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, mask, non_blocking)
         with cuda.paused():
             # before 0.7.4 the backend that "auto" found at the first plan stays

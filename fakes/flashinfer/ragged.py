@@ -131,7 +131,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         if o_dtype != q_dtype:
             refuse_uncomputed(o_data_type=o_dtype)
         cap = logits_soft_cap or 0.0
-        batch_size = len(qo_indptr) - 1
+        with cuda.paused():
+            batch_size, kv_entries = qo_indptr.shape[0] - 1, kv_indptr.shape[0]
         call = self._record(
             "plan", "plan",
             {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "num_qo_heads": num_qo_heads,
@@ -140,7 +141,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
              "window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale,
              "q_data_type": q_dtype, "kv_data_type": kv_dtype, "o_data_type": o_dtype, "seq_lens": seq_lens},
         )  # fmt: skip
-        if len(kv_indptr) != batch_size + 1:
+        if kv_entries != batch_size + 1:
             raise ValueError("The kv_indptr length should be equal to mask_indptr length.")
         with cuda.paused():
             host_qo, host_kv = cuda.host(qo_indptr), cuda.host(kv_indptr)
