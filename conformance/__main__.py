@@ -1,0 +1,28 @@
+"""The command `conformance`, also `python -m conformance`.
+
+Exit codes: 0 all well, 1 findings, 2 wrong usage, 3 the harness itself failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from conformance.shadow import ShadowError, add_current_folder, require_own_rooms
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    try:
+        require_own_rooms()
+    except ShadowError as error:
+        print(f"conformance: error: {error}", file=sys.stderr)
+        return 2
+    add_current_folder()
+    from conformance.cli import run_command  # not before our packages are known to be ours
+
+    return run_command(sys.argv[1:] if argv is None else list(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The command line: one file a subcommand, each with `add_arguments(parser)` and `main(args)`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from conformance.choices import WRONG_USAGE, UsageError
+from conformance.report import own_version
+
+COMMANDS = {
+    "run": "ask backends many cases; print the matrix backend x check and every failure",
+    "replay": "ask backends one case again",
+    "backends": "list the backends and what each declares",
+    "mutants": "plant known faults and see that each is caught",
+    "bench": "measure speed and what each kind of values detects",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Parse and run; every mistake of the user's ends in one sentence on stderr and exit code 2."""
+    try:
+        args = _parse(argv)
+        return int(importlib.import_module(f"conformance.cli.{args.command}").main(args))
+    except WRONG_USAGE as error:
+        print(f"conformance: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("conformance: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has gone; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 3
+    except Exception as error:  # noqa: BLE001 - the last resort
+        traceback.print_exc()
+        print(f"conformance: the harness itself failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return 3
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Options of the chosen command only: other commands' files are not imported."""
+    parser = _Parser(
+        prog="conformance", description="Conformance of attention backends of LLM serving engines."
+    )
+    parser.add_argument("--version", action="version", version=f"attention-conformance {own_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, what in COMMANDS.items():
+        command = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        if name == chosen:
+            importlib.import_module(f"conformance.cli.{name}").add_arguments(command)
+    return parser.parse_args(argv)

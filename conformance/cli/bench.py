@@ -1,0 +1,15 @@
+"""`conformance bench`: measure speed and what each kind of values detects. Its options are its own."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def main(args: argparse.Namespace) -> int:
+    from conformance import bench
+
+    return bench.main(args.rest)

@@ -1,0 +1,158 @@
+"""`conformance run`: many cases, the matrix, what was reached, and every failure made small."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+
+from conformance import report
+from conformance.campaign import Campaign
+from conformance.checks import CHECKS
+from conformance.choices import (
+    DEFAULT_BATCHES,
+    NEEDS_FULL_DEVICE,
+    TraceBatches,
+    UsageError,
+    chosen_backends,
+    require_checks,
+    trace_batches,
+)
+from conformance.cli.replay import read_case
+from conformance.cli.usage import add_backend_options, at_least, session_options
+from conformance.matrix import matrix
+from conformance.render import render
+from conformance.session import Session
+
+DEFAULT_CASES = 300
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_backend_options(parser, "all built-in ones and the hybrids fa,fi and fi,fa")
+    parser.add_argument(
+        "--cases",
+        type=at_least(0),
+        metavar="N",
+        help=f"random cases per level (default: {DEFAULT_CASES}; none beside --trace or --case)",
+    )
+    parser.add_argument(
+        "--seed", type=at_least(0), default=0, metavar="N", help="of the random cases (default: 0)"
+    )
+    parser.add_argument(
+        "--check",
+        action="append",
+        default=[],
+        metavar="NAME",
+        dest="checks",
+        help=f"of {', '.join(CHECKS)} (default: all)",
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE", help="ask the batches of a request trace (Azure CSV, Mooncake JSON lines)"
+    )
+    parser.add_argument(
+        "--page-size", type=at_least(1), metavar="N", help="of the trace's batches (default: 16)"
+    )
+    parser.add_argument(
+        "--batches", type=at_least(1), metavar="N", help=f"of the trace, at most (default: {DEFAULT_BATCHES})"
+    )
+    parser.add_argument(
+        "--token-limit",
+        type=at_least(1),
+        metavar="N",
+        help="tokens that the trace's longest request is scaled to",
+    )
+    parser.add_argument(
+        "--case", action="append", default=[], metavar="FILE", dest="case_files", help="ask this case too"
+    )
+    parser.add_argument("--report", metavar="FILE", help="write a report, as JSON lines")
+
+
+def main(args: argparse.Namespace) -> int:
+    given = [read_case(path) for path in args.case_files]
+    trace = _trace(args)
+    only = bool(args.trace or args.case_files)
+    count = args.cases if args.cases is not None else 0 if only else DEFAULT_CASES
+    names = chosen_backends(args.backends)
+    require_checks(args.checks)
+    with ExitStack() as stack:
+        session = stack.enter_context(Session(names, **session_options(args)))
+        head = report.header(
+            command=sys.argv,
+            backends=names,
+            libraries=session.libraries,
+            device=session.device,
+            mode=args.mode,
+            seed=args.seed,
+        )
+        writer = stack.enter_context(report.Writer(args.report, head)) if args.report else None
+        print(_head_text(head, count, trace), flush=True)
+        campaign = Campaign(
+            session.askers,
+            count=count,
+            seed=args.seed,
+            smoke=True,
+            named=not only,
+            given=[*given, *trace.cases],
+            checks=args.checks or None,
+            told=None if writer is None else writer.verdict,
+        )
+        interrupted = _run(campaign)
+        if writer is not None:
+            writer.interrupted = interrupted
+        _tell(campaign, args.checks, writer)
+        _tell_failures(campaign, writer, shrunk=not interrupted)
+    if interrupted:
+        print("conformance: interrupted; what was asked until then is above", file=sys.stderr)
+        return 130
+    return 0 if campaign.clean else 1
+
+
+def _trace(args: argparse.Namespace) -> TraceBatches:
+    if args.trace is not None:
+        return trace_batches(
+            args.trace, page_size=args.page_size, count=args.batches, limit=args.token_limit, seed=args.seed
+        )
+    for name in ("page_size", "batches", "token_limit"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is about a trace: it needs --trace FILE")
+    return TraceBatches()
+
+
+def _head_text(head: report.Header, count: int, trace: TraceBatches) -> str:
+    libraries = ", ".join(f"{name} {a.version} ({a.kind})" for name, a in head.libraries.items()) or "none"
+    lines = [
+        f"attention-conformance {head.version}, Python {head.python}, torch {head.torch}",
+        f"backends     {' '.join(head.backends)}",
+        f"libraries    {libraries}, {head.mode} mode",
+        f"device       {head.device}",
+        f"left out     {NEEDS_FULL_DEVICE}: they need the full device of a later release",
+        f"cases        {count} random ones per level, seed {head.seed}",
+    ]
+    for label, line in zip(("trace", *[""] * len(trace.lines)), trace.lines, strict=False):
+        lines.append(f"{label:12} {line}")
+    return "\n".join(lines)
+
+
+def _run(campaign: Campaign) -> bool:
+    """Whether the user interrupted it."""
+    try:
+        campaign.run()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _tell(campaign: Campaign, checks: list[str], writer: report.Writer | None) -> None:
+    print(f"\n{matrix(campaign.tallies.values(), checks or None)}")
+    for level, sweep in campaign.sweeps.items():
+        print(f"\nreached, level {level}\n{sweep.reached.table()}", flush=True)
+        if writer is not None:
+            writer.reached(level, sweep.reached)
+
+
+def _tell_failures(campaign: Campaign, writer: report.Writer | None, *, shrunk: bool) -> None:
+    for name, tally in campaign.tallies.items():
+        for failure in [] if tally.clean else campaign.failures(name, shrunk=shrunk):
+            print(f"\n{render(failure.asker, failure.case, failure.verdict)}", flush=True)
+            if writer is not None:
+                writer.verdict(failure.case, failure.verdict, shrunk=True)

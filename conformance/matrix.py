@@ -1,0 +1,63 @@
+"""The matrix backend x check, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from conformance.checks import CHECKS
+from conformance.sweep import Tally
+
+WIDTH = 120
+"""Columns of a terminal; where the matrix is wider, long headings are broken in two."""
+
+
+_BREAKS = {"metadata": 4, "lifecycle": 4, "determinism": 7, "relations": 4, "refusals": 4, "unsupported": 5}
+"""Where a long heading is broken."""
+
+
+def matrix(tallies: Iterable[Tally], checks: Iterable[str] | None = None) -> str:
+    """One row a backend, one column a check: `ok 300`, `FAIL 3/300`, `-` where nothing was there to look at.
+
+    `cases` counts the cases that were run, `unsupported` those that the backend does not declare.
+    """
+    shown = [name for name in CHECKS if checks is None or name in set(checks)]
+    rows = [[tally.backend, *(cell(tally, name) for name in shown), *_counts(tally)] for tally in tallies]
+    headings = ["backend", *shown, "cases", "unsupported"]
+    broken = _sum(_widths([headings, *rows])) > WIDTH
+    head = [[top for top, _ in map(_broken, headings)], [low for _, low in map(_broken, headings)]]
+    return "\n".join(_aligned([*head, *rows] if broken else [headings, *rows]))
+
+
+def cell(tally: Tally, check: str) -> str:
+    """What one check on one backend came to."""
+    counts = tally.outcomes.get(check)
+    if not counts:
+        return "-"
+    total, failed = counts.total(), tally.failed(check)
+    if failed:
+        return f"FAIL {failed}/{total}"
+    return f"ok {total}"
+
+
+def _counts(tally: Tally) -> tuple[str, str]:
+    return str(tally.ran), str(tally.unsupported.total())
+
+
+def _broken(heading: str) -> tuple[str, str]:
+    cut = _BREAKS.get(heading)
+    return (heading, "") if cut is None else (f"{heading[:cut]}-", heading[cut:])
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _sum(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = _widths(rows)
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

@@ -1,0 +1,159 @@
+"""The pytest plugin: options, markers, and the results that the suite `conformance.test_conformance` asserts.
+
+pytest loads it in every run of an environment that it is installed in: nothing of weight is imported before the
+suite is collected.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from conformance.shadow import ROOMS, ShadowError, add_current_folder, require_free_name, require_own_rooms
+
+if TYPE_CHECKING:
+    from conformance.suite import Results
+
+DEFAULT_CASES = 200
+"""Random cases per level: what keeps all built-in backends below a minute."""
+
+_HOME = Path(__file__).resolve().parent.parent
+_SUITE = Path(__file__).with_name("test_conformance.py")
+_RESULTS: pytest.StashKey[Results] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("conformance", "conformance of attention backends")
+    group.addoption(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="ask this backend: a built-in or announced name, 'prefill,decode', or pkg.mod:Class; "
+        "may be repeated (default: all built-in ones and two hybrids)",
+    )
+    group.addoption(
+        "--library",
+        choices=("fake", "real"),
+        default="fake",
+        help="which kernel libraries answer (default: fake)",
+    )
+    group.addoption(
+        "--conformance-mode",
+        choices=("strict", "faithful"),
+        default="strict",
+        help="strict fakes record what the real library would silently get wrong (default: strict)",
+    )
+    group.addoption(
+        "--device-sim",
+        choices=("auto", "light", "full"),
+        default="auto",
+        help="which simulated CUDA device backends see that need a library (default: auto)",
+    )
+    group.addoption(
+        "--cases",
+        type=int,
+        default=DEFAULT_CASES,
+        metavar="N",
+        help=f"random cases per level (default: {DEFAULT_CASES})",
+    )
+    group.addoption("--case-seed", type=int, default=0, metavar="N", help="of the random cases (default: 0)")
+    group.addoption("--trace-file", metavar="FILE", help="also ask the batches of a request trace")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cpu: needs no GPU")
+    config.addinivalue_line("markers", "gpu: needs a GPU and the real kernel libraries")
+    asked = config.getoption("backend") or config.getoption("trace_file") or config.getoption("library") != "fake"
+    if asked or config.getoption("device_sim") == "full":
+        results(config)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """From elsewhere, `--pyargs conformance` means the suite, not this package's own tests."""
+    if config.rootpath == _HOME or not collection_path.name.startswith("test_"):
+        return None
+    return True if collection_path.parent in _FOLDERS and collection_path != _SUITE else None
+
+
+_FOLDERS = {_HOME / room for room in ROOMS}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        ours = any(folder in item.path.parents for folder in _FOLDERS)
+        if ours and item.get_closest_marker("gpu") is None:
+            item.add_marker(pytest.mark.cpu)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "conformance_backend" not in metafunc.fixturenames:
+        return
+    from conformance.checks import CHECKS
+
+    names = results(metafunc.config).names
+    if "conformance_check" in metafunc.fixturenames:
+        cells = [(name, check) for name in names for check in CHECKS if check != "smoke"]
+        ids = [f"{name}-{check}" for name, check in cells]
+        metafunc.parametrize(("conformance_backend", "conformance_check"), cells, ids=ids)
+    else:
+        metafunc.parametrize("conformance_backend", names, ids=names)
+
+
+def results(config: pytest.Config) -> Results:
+    """What the backends that were asked for came to; computed when a test first looks.
+
+    Raises:
+        pytest.UsageError: an option that makes no sense, a backend or a library that cannot be had.
+    """
+    if _RESULTS not in config.stash:
+        config.stash[_RESULTS] = _results(config)
+    return config.stash[_RESULTS]
+
+
+def _results(config: pytest.Config) -> Results:
+    option: Any = config.getoption
+    try:
+        require_own_rooms()
+        add_current_folder()
+        for name in option("backend"):
+            require_free_name(name)
+    except ShadowError as error:
+        raise pytest.UsageError(str(error)) from None
+    if option("cases") < 0 or option("case_seed") < 0:
+        raise pytest.UsageError(
+            f"--cases and --case-seed must be at least 0, got {option('cases')} and {option('case_seed')}"
+        )
+    from conformance.choices import WRONG_USAGE
+    from conformance.suite import Results
+
+    try:
+        return Results(
+            option("backend"),
+            library=option("library"),
+            mode=option("conformance_mode"),
+            device_sim=option("device_sim"),
+            cases=option("cases"),
+            seed=option("case_seed"),
+            trace=option("trace_file"),
+            folder=config.rootpath / ".conformance",
+        )
+    except WRONG_USAGE as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+@pytest.fixture(scope="session")
+def conformance_results(request: pytest.FixtureRequest) -> Results:
+    """The verdicts on every backend, for the suite."""
+    return results(request.config)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    computed = config.stash.get(_RESULTS, None)
+    if computed is not None and computed.computed:
+        terminalreporter.section("conformance")
+        for line in computed.summary():
+            terminalreporter.line(line)

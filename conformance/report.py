@@ -1,0 +1,193 @@
+"""The report of a run: JSON lines, appended as they come, with a header and a footer.
+
+`report.schema.json` is the schema of a line (`conformance.lines`). A report without its footer was cut off,
+and is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from backends.libraries import Answer
+from cases.codec import STORED_DIGITS, to_json
+from cases.coverage import Reached
+from cases.errors import explain
+from cases.model import Case, Level
+from conformance.lines import KINDS, Footer, Header, Judged, Library, Line, ReachedTable
+from conformance.outcome import Finding, Verdict
+from fakes.recorder import Mode
+
+
+class ReportError(ValueError):
+    """A file that is no complete report. The message is one sentence."""
+
+
+class Report(Line):
+    """A complete report."""
+
+    header: Header
+    verdicts: list[Judged]
+    reached: list[ReachedTable]
+    footer: Footer
+
+
+def header(
+    *,
+    command: Sequence[str],
+    backends: Sequence[str],
+    libraries: Mapping[str, Answer],
+    device: str,
+    mode: Mode,
+    seed: int,
+) -> Header:
+    """A header about this process."""
+    return Header(
+        version=own_version(),
+        started=datetime.now(UTC),
+        command=list(command),
+        python=f"{platform.python_version()} {sys.platform}",
+        torch=version("torch"),
+        numpy=version("numpy"),
+        hypothesis=version("hypothesis"),
+        backends=list(backends),
+        libraries={
+            name: Library(kind=a.kind, version=a.version, file=a.file) for name, a in libraries.items()
+        },
+        device=device,
+        mode=mode,
+        seed=seed,
+    )
+
+
+def own_version() -> str:
+    """Version of the installed distribution."""
+    try:
+        return version("attention-conformance")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+class Writer:
+    """Appends lines to a file, each flushed. Leaving the context writes the footer.
+
+    An exception other than KeyboardInterrupt is a fault of the harness: then there is no footer.
+    """
+
+    def __init__(self, path: str | Path, header: Header) -> None:
+        self._verdicts = self._failed = self._unsupported = 0
+        self.interrupted = False
+        try:
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - closed on exit
+        except OSError as error:
+            raise ReportError(f"{path}: cannot be written ({error.strerror})") from None
+        self._write(header)
+
+    def verdict(self, case: Case, verdict: Verdict, *, shrunk: bool = False) -> None:
+        """One line for one verdict."""
+        failed = bool(verdict.failed)
+        line: dict[str, Any] = {
+            "kind": "verdict",
+            "backend": verdict.backend,
+            "digest": verdict.digest[:STORED_DIGITS],
+        }
+        if verdict.outcomes:
+            line["outcomes"] = verdict.outcomes
+        if verdict.findings:
+            line["findings"] = [_problem(finding) for finding in verdict.findings]
+        if verdict.unsupported is not None:
+            line["unsupported"] = verdict.unsupported
+        if failed:
+            line["case"] = json.loads(to_json(case))
+        if shrunk:
+            line["shrunk"] = True
+        else:
+            self._verdicts += 1
+            self._failed += failed
+            self._unsupported += verdict.unsupported is not None
+        self._line(json.dumps(line, separators=(",", ":")))
+
+    def reached(self, level: Level, reached: Reached) -> None:
+        """One line for what the cases of a level reached."""
+        self._write(ReachedTable.model_validate({"level": level, **reached.to_dict()}))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or issubclass(kind, KeyboardInterrupt):
+            self._write(
+                Footer(
+                    finished=datetime.now(UTC),
+                    interrupted=self.interrupted or kind is not None,
+                    verdicts=self._verdicts,
+                    failed=self._failed,
+                    unsupported=self._unsupported,
+                )
+            )
+        self._file.close()
+
+    def _write(self, line: Line) -> None:
+        self._line(line.model_dump_json())
+
+    def _line(self, text: str) -> None:
+        self._file.write(text + "\n")
+        self._file.flush()
+
+
+def _problem(finding: Finding) -> dict[str, Any]:
+    """A finding without what it does not say."""
+    return {name: value for name, value in vars(finding).items() if value is not None}
+
+
+def read(path: str | Path) -> Report:
+    """Read a report.
+
+    Raises:
+        ReportError: no such file, a line that is no JSON, unknown or broken, no header, no footer.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReportError(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from None
+    parsed = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    if not parsed or not isinstance(parsed[0], Header):
+        raise ReportError(f"{path}: does not begin with a header, so it is no report")
+    if not isinstance(parsed[-1], Footer):
+        raise ReportError(f"{path}: has no footer: the run that wrote it did not come to its end")
+    for number, line in enumerate(parsed[1:-1], 2):
+        if isinstance(line, Header | Footer):
+            raise ReportError(f"{path}, line {number}: a {line.kind} in the middle of the report")
+    return Report(
+        header=parsed[0],
+        verdicts=[line for line in parsed if isinstance(line, Judged)],
+        reached=[line for line in parsed if isinstance(line, ReachedTable)],
+        footer=parsed[-1],
+    )
+
+
+def _parse(text: str, where: str) -> Line:
+    try:
+        plain: Any = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ReportError(f"{where}: is not JSON: {error.msg} at column {error.colno}") from None
+    kind: object = plain.get("kind") if isinstance(plain, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if kind not in KINDS:
+        raise ReportError(f"{where}: kind is {kind!r}, must be one of {', '.join(KINDS)}")
+    model = KINDS[str(kind)]
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        sentence = explain(error, lambda _: model.model_fields)
+        raise ReportError(f"{where}: {sentence}") from None

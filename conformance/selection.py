@@ -1,0 +1,63 @@
+"""Which cases a run asks: the smallest ones first, then the corpus and the named edges, then random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hypothesis.strategies import SearchStrategy
+
+import cases
+from backends.contract import Capabilities
+from cases.codec import load
+from cases.edges import EDGES
+from cases.model import Case, Heads, KernelRequest, Level, Request, Step
+from cases.strategies import engine_cases, kernel_cases
+from conformance.wanted import wanted_by
+
+CORPUS = Path(cases.__file__).parent / "corpus"
+
+
+def smoke_cases(capabilities: Capabilities) -> list[Case]:
+    """One request of one token in one page, in every phase that a backend takes, as simple as it allows."""
+    c = capabilities
+    qk, vo = min(c.head_dims) if c.head_dims else (64, 64)
+    common: dict[str, Any] = {
+        "level": c.level,
+        "heads": Heads(min(c.group_sizes) if c.group_sizes else 1, 1, qk, vo),
+        "dtype": "float16" if "float16" in c.dtypes else min(c.dtypes),
+        "page_size": min(c.page_sizes) if c.page_sizes else 1,
+        "layout": "NHD" if "NHD" in c.layouts else "HND",
+    }
+    if c.level == "kernel":
+        return [Case((Step((KernelRequest(),)),), num_layers=1, **common)]
+    steps = {"prefill": Step((Request(),)), "decode": Step((Request(),), phase="decode", kind="decode")}
+    return [Case((step,), **common) for phase, step in steps.items() if phase in c.phases]
+
+
+@cache
+def named_cases(level: Level) -> tuple[Case, ...]:
+    """The corpus, by file name, and the named edges of one level.
+
+    Raises:
+        CaseError: a corpus file that cannot be read.
+    """
+    corpus = [load(path).case for path in sorted(CORPUS.glob("*.json"))]
+    edges = [case for case, _ in EDGES.values()]
+    return tuple(case for case in [*corpus, *edges] if case.level == level)
+
+
+def strategies(asked: Sequence[Capabilities]) -> list[SearchStrategy[Case]]:
+    """Random cases for backends of one level: one strategy for each different declaration among them.
+
+    A single one for all would draw mostly what only the backend that declares most can be asked.
+    """
+    different = dict.fromkeys(map(wanted_by, asked))
+    return [engine_cases(w) if w.level == "engine" else kernel_cases(w) for w in different]
+
+
+def distinct(cases: Iterable[Case]) -> list[Case]:
+    """Cases in order, each once."""
+    return list(dict.fromkeys(cases))

@@ -1,0 +1,104 @@
+"""What the suite asserts: verdicts on every backend, computed once in a pytest session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from backends.libraries import LibraryKind
+from conformance.campaign import Campaign
+from conformance.choices import NEEDS_FULL_DEVICE, TraceBatches, chosen_backends, trace_batches
+from conformance.matrix import matrix
+from conformance.render import render
+from conformance.session import Session
+from fakes.recorder import Mode
+
+TRACE_BATCHES = 200
+Stage = Literal["smoke", "corpus", "random"]
+
+
+class Results:
+    """Backends, what they are asked, and what came of it.
+
+    Args:
+        named: backends; none: all built-in ones and two hybrids.
+        cases: random cases per level. seed: draws them.
+        trace: a request trace whose batches are asked too.
+        folder: where cases are written that are too long for a replay line.
+
+    Raises:
+        choices.WRONG_USAGE: a backend, library, device or trace that cannot be had.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[str],
+        *,
+        library: LibraryKind,
+        mode: Mode,
+        device_sim: str,
+        cases: int,
+        seed: int,
+        trace: str | None,
+        folder: Path,
+    ) -> None:
+        self.names = chosen_backends(named)
+        self._cases, self._seed, self._folder = cases, seed, folder
+        self._trace = (
+            TraceBatches() if trace is None else trace_batches(trace, count=TRACE_BATCHES, seed=seed)
+        )
+        self._options = {"library": library, "mode": mode, "device_sim": device_sim}
+        with self._session() as session:
+            self.device = session.device
+
+    def _session(self) -> Session:
+        return Session(self.names, **self._options)  # type: ignore[arg-type]
+
+    @cached_property
+    def _asked(self) -> tuple[dict[Stage, Campaign], dict[tuple[Stage, str, str], str]]:
+        """Campaigns by stage, and the text of each failure by stage, backend and check."""
+        texts: dict[tuple[Stage, str, str], str] = {}
+        with self._session() as session:
+            campaigns: dict[Stage, Campaign] = {
+                "smoke": Campaign(session.askers, smoke=True),
+                "corpus": Campaign(session.askers, named=True),
+                "random": Campaign(
+                    session.askers, count=self._cases, seed=self._seed, given=self._trace.cases
+                ),
+            }
+            for stage, campaign in campaigns.items():
+                campaign.run()
+                for backend, tally in campaign.tallies.items():
+                    for failure in [] if tally.clean else campaign.failures(backend):
+                        text = render(failure.asker, failure.case, failure.verdict, self._folder)
+                        for check in failure.checks:
+                            texts.setdefault((stage, backend, check), text)
+        return campaigns, texts
+
+    def failures(self, stage: Stage, backend: str, check: str | None = None) -> str | None:
+        """The text of what failed, None if nothing did; without `check`, of all checks."""
+        texts = self._asked[1]
+        found = [
+            text for (s, b, c), text in texts.items() if (s, b) == (stage, backend) and check in (None, c)
+        ]
+        return "\n\n".join(dict.fromkeys(found)) or None
+
+    def looked(self, stage: Stage, backend: str, check: str | None = None) -> bool:
+        """Whether a check (or any) had something to look at."""
+        tally = self._asked[0][stage].tallies[backend]
+        return bool(tally.outcomes if check is None else tally.outcomes.get(check))
+
+    @property
+    def computed(self) -> bool:
+        return "_asked" in self.__dict__
+
+    def summary(self) -> list[str]:
+        """The matrix of the random cases, and what they ran on."""
+        campaign = self._asked[0]["random"]
+        return [
+            f"device: {self.device}; left out: {NEEDS_FULL_DEVICE} (for the full device of a later release)",
+            *(f"trace {line}" for line in self._trace.lines),
+            *matrix(campaign.tallies.values()).splitlines(),
+        ]
