@@ -19,7 +19,7 @@ import fakes
 
 LibraryKind = Literal["fake", "real"]
 
-DISTRIBUTIONS = {
+DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
     "flashinfer": ("flashinfer-python",),
     "sgl_kernel": ("sglang-kernel", "sgl-kernel"),
 }

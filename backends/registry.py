@@ -75,6 +75,15 @@ def resolve(name: str) -> BackendSpec:
     return specs[0] if len(specs) == 1 else _hybrid(*specs)
 
 
+def spec_of(cls: type[Any]) -> BackendSpec:
+    """A backend given as a class; its name is `pkg.mod:Class`.
+
+    Raises:
+        BackendError: it is not complete.
+    """
+    return _check(f"{cls.__module__}:{cls.__qualname__}", cls)
+
+
 def describe(name: str) -> str:
     """What a backend declares, in one line.
 
@@ -149,7 +158,7 @@ def _load(name: str, target: str) -> BackendSpec:
         raise BackendError(f"backend {name!r} is not of the form pkg.mod:Class")
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a main guard may exit
         reason = (str(error).splitlines() or [""])[0]
         raise BackendError(
             f"backend {name!r}: module {module_name} does not import: {type(error).__name__}: {reason}"
