@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from cases.errors import CaseError, explain, read_text
+from cases.errors import CaseError, check_json, explain, read_text
 from cases.model import Case, Heads, KernelRequest, Mask, Request, Step
 
 STORED_DIGITS = 32
@@ -59,7 +59,7 @@ def from_json(text: str, *, name: str = "case") -> Case:
     Raises:
         CaseError: one sentence that names the place and the rule.
     """
-    _parse(text, name)
+    check_json(text, name)
     return _validate(_adapter(Case), text, name)
 
 
@@ -70,7 +70,7 @@ def load(path: str | Path) -> CaseFile:
         CaseError: one sentence that names the file, the place and the rule.
     """
     text = read_text(path)
-    _parse(text, str(path))
+    check_json(text, str(path))
     file = _validate(_adapter(CaseFile), text, str(path))
     actual = digest(file.case)
     if file.digest is not None and not actual.startswith(file.digest):
@@ -119,32 +119,6 @@ def _plain(value: Any) -> Any:
 @cache
 def _adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
-
-
-def _parse(text: str, name: str) -> None:
-    """Refuse what pydantic's own JSON parser lets pass or words badly."""
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in items]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise CaseError(f"{name}: key {key!r} stands twice in one object")
-        return dict(items)
-
-    def constant(text: str) -> NoReturn:
-        raise CaseError(f"{name}: {text} is no JSON number")
-
-    try:
-        json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
-    except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, column {error.colno}"
-        raise CaseError(f"{name}: is not JSON: {_lower(error.msg)} at {at}") from None
-    except RecursionError:
-        raise CaseError(f"{name}: is nested too deeply") from None
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 def _validate(adapter: TypeAdapter[Any], text: str, name: str) -> Any:

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -27,6 +27,28 @@ def read_text(path: str | Path) -> str:
         raise CaseError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise CaseError(f"{path}: is not UTF-8 text") from None
+
+
+def check_json(text: str, name: str) -> None:
+    """Refuse what pydantic's own JSON parser lets pass or words badly: doubled keys, NaN, no JSON at all."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in items]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise CaseError(f"{name}: key {key!r} stands twice in one object")
+        return dict(items)
+
+    def constant(text: str) -> NoReturn:
+        raise CaseError(f"{name}: {text} is no JSON number")
+
+    try:
+        json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, column {error.colno}"
+        raise CaseError(f"{name}: is not JSON: {_lowered(error.msg)} at {at}") from None
+    except RecursionError:
+        raise CaseError(f"{name}: is nested too deeply") from None
 
 
 def unknown_key(key: str, known: Iterable[str], place: str = "") -> str:
@@ -53,7 +75,7 @@ def explain(error: ValidationError, known_keys: Callable[[Sequence[str | int]], 
         return f"{where}: {text}" if where else text
     rule = _rule(kind, first.get("ctx", {}))
     got = len(first["input"]) or "none" if kind in ("too_short", "too_long") else _shown(first["input"])
-    text = f"must {rule}, got {got}" if rule else _plain(first["msg"])
+    text = f"must {rule}, got {got}" if rule else _lowered(first["msg"])
     if kind == "missing":
         text = "is missing"
     return f"{where or 'the document'} {text}"
@@ -117,5 +139,5 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _plain(message: str) -> str:
+def _lowered(message: str) -> str:
     return message[:1].lower() + message[1:]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from cases.errors import CaseError, explain, read_text
+from cases.errors import CaseError, check_json, explain, read_text
 from cases.model import DType, KVDType, Layout, Placement, ValueKind
 
 MIX_FILE = Path(__file__).with_name("mix.json")
@@ -92,8 +92,10 @@ def load_mix(path: str | Path = MIX_FILE) -> Mix:
     Raises:
         CaseError: one sentence that names the file, the place and the rule.
     """
+    text = read_text(path)
+    check_json(text, str(path))
     try:
-        return TypeAdapter(Mix).validate_json(read_text(path))
+        return TypeAdapter(Mix).validate_json(text)
     except ValidationError as error:
         raise CaseError(f"{path}: {explain(error, _known_keys)}") from None
 

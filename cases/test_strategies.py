@@ -143,7 +143,7 @@ NARROW = {
     "head dim beyond the mix": Wanted(head_dims=frozenset({(192, 128)})),
     "16 bits": Wanted(dtypes=frozenset({"float16", "bfloat16"}), strided=False),
     "engine with window": Wanted(window=True, soft_cap=True, layouts=frozenset({"HND"})),
-    "engine with fp8": Wanted(kv_dtypes=frozenset({"float8_e4m3fn"}), non_causal=True),
+    "engine with fp8": Wanted(kv_dtypes=frozenset({"float8_e4m3fn"}), non_causal=True, custom_mask=True),
     "kernel without anything": Wanted(level="kernel"),
     "kernel, empty requests": Wanted(level="kernel", empty_requests=True),
     "kernel, rows without keys": Wanted(level="kernel", rows_without_keys=True),

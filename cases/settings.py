@@ -1,0 +1,89 @@
+"""The settings of a drawn case: which values each may take, and a byte to pick one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cases.mix import LevelMix, spread
+from cases.wanted import Wanted
+
+_BYTE = 256
+
+
+class Settings:
+    """The settings of a case, one byte each; a setting with one possible value takes no byte."""
+
+    def __init__(self, mix: LevelMix, wanted: Wanted) -> None:
+        tables = _allowed(mix, wanted)
+        spread_out = {name: spread(table, _BYTE) for name, table in tables.items()}
+        spread_out["extra"] = spread_out["seed"] = tuple(range(_BYTE))
+        self._fixed = {name: table[0] for name, table in spread_out.items() if table[0] == table[-1]}
+        self._drawn = [(name, table) for name, table in spread_out.items() if name not in self._fixed]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._drawn)
+
+    def read(self, indices: bytes) -> dict[str, Any]:
+        found = dict(self._fixed)
+        for (name, table), index in zip(self._drawn, indices, strict=True):
+            found[name] = table[index]
+        return found
+
+
+def _allowed(mix: LevelMix, wanted: Wanted) -> dict[str, list[tuple[Any, int]]]:
+    """The mix's tables without what is not wanted; where nothing is left, what is wanted stands in."""
+    kernel = wanted.level == "kernel"
+    tables: dict[str, list[tuple[Any, int]]] = {
+        "later": [(ops, weight) for ops, weight in mix.later if _phases(ops) <= wanted.phases],
+        "batch": [
+            (kind, weight)
+            for kind, weight in mix.batch
+            if ("decode" if kind == "decode" else "prefill") in wanted.phases
+        ],
+        "page_size": _among(mix.page_size, wanted.page_sizes),
+        "heads": _heads(mix, wanted),
+        "head_dims": _among(mix.head_dims, wanted.head_dims),
+        "dtype": _among(mix.dtype, wanted.dtypes),
+        "kv_dtype": [(d, weight) for d, weight in mix.kv_dtype if d is None or d in wanted.kv_dtypes],
+        "kv_scales": list(mix.kv_scales),
+        "prefix": list(mix.prefix),
+        "placement": list(mix.placement),
+        "layout": _among(mix.layout, wanted.layouts),
+        "table": list(mix.table),
+        "values": list(mix.values),
+        "strided": [(flag, weight) for flag, weight in mix.strided if wanted.strided or not flag],
+        "sm_scale": list(mix.sm_scale),
+        "mask": [
+            (kind, weight)
+            for kind, weight in mix.mask
+            if kind == "causal" or (kernel and (wanted.non_causal if kind == "full" else wanted.custom_mask))
+        ],
+        "window": [(w, weight) for w, weight in mix.window if wanted.window or w is None],
+        "soft_cap": [(c, weight) for c, weight in mix.soft_cap if wanted.soft_cap or c is None],
+    }
+    if len(tables["kv_dtype"]) < 2:
+        tables["kv_scales"] = [((1.0, 1.0), 1)]
+    empty = [name for name, table in tables.items() if not table]
+    if empty:
+        raise ValueError(f"no {empty[0]} of the mix is wanted")
+    return tables
+
+
+def _among(table: Sequence[tuple[Any, int]], wanted: frozenset[Any] | None) -> list[tuple[Any, int]]:
+    if wanted is None:
+        return list(table)
+    kept = [(value, weight) for value, weight in table if value in wanted]
+    return kept or [(value, 1) for value in sorted(wanted)]
+
+
+def _heads(mix: LevelMix, wanted: Wanted) -> list[tuple[Any, int]]:
+    if wanted.group_sizes is None:
+        return list(mix.heads)
+    kept = [(h, weight) for h, weight in mix.heads if h[0] // h[1] in wanted.group_sizes]
+    return kept or [((group, 1), 1) for group in sorted(wanted.group_sizes)]
+
+
+def _phases(later: Sequence[str]) -> set[str]:
+    return {"decode" if op == "decode" else "prefill" for op in later if op != "again"}
