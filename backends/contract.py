@@ -46,13 +46,13 @@ class Capabilities:
     group_sizes: frozenset[int] | None = None
     """Query heads per KV head. None: any."""
     non_causal: bool = False
-    """Takes `causal=False`."""
+    """Kernel level: takes `causal=False`."""
     window: bool = False
     """Takes a sliding window."""
     soft_cap: bool = False
     """Takes a logits soft cap."""
     custom_mask: bool = False
-    """Takes a boolean mask per request."""
+    """Kernel level: takes a boolean mask per request."""
     rows_without_keys: bool = False
     """Kernel level: takes rows that see no key (`kv_len` 0, or `qo_len > kv_len` under a causal mask)."""
     batches_without_keys: bool = True

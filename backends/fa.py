@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from backends.contract import Batch, Capabilities, EngineContext, window_size
+from backends.refusal import refuse_undeclared
 
 FA_HEAD_DIMS = frozenset({(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)})
 """(head_dim_qk, head_dim_vo) that FlashAttention 3 is built for (72 and others are padded inside)."""
@@ -45,8 +46,10 @@ class FlashAttentionBackend:
         soft_cap=True,
         lse="e",
     )
+    refuses: ClassVar[bool] = True
 
     def __init__(self, engine: EngineContext) -> None:
+        refuse_undeclared(engine, self.capabilities)
         from sgl_kernel.flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
         self.flash_attn_with_kvcache = flash_attn_with_kvcache

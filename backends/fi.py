@@ -21,6 +21,7 @@ class FlashInferBackend(FlashInferBase):
         soft_cap=True,
         lse="2",
     )
+    refuses: ClassVar[bool] = True
 
     def __init__(self, engine: EngineContext) -> None:
         super().__init__(engine, page_size=1)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from backends.contract import Batch, EngineContext, Req, window_left
+from backends.contract import Batch, Capabilities, EngineContext, Refused, Req, window_left
+from backends.refusal import refuse_undeclared
 
 WORKSPACE_BYTES = 128 * 1024 * 1024
 """Split-KV scratch of a wrapper; the size that FlashInfer recommends."""
@@ -59,8 +60,10 @@ class FlashInferBase:
         page_size: page size handed to FlashInfer, at most the engine's.
 
     Raises:
-        ValueError: layers with different windows; one plan holds one window.
+        Refused: what the subclass does not declare; layers with different windows (one plan holds one window).
     """
+
+    capabilities: ClassVar[Capabilities]
 
     def __init__(self, engine: EngineContext, page_size: int) -> None:
         from flashinfer import (
@@ -68,8 +71,9 @@ class FlashInferBase:
             BatchPrefillWithPagedKVCacheWrapper,  # pyright: ignore[reportAttributeAccessIssue]
         )
 
+        refuse_undeclared(engine, self.capabilities)
         if len(set(engine.windows)) > 1:
-            raise ValueError(f"FlashInfer backends plan one window for all layers, got {engine.windows}")
+            raise Refused(f"FlashInfer backends plan one window for all layers, got {engine.windows}")
         self.engine = engine
         self.device = engine.device
         self.kv_pool = engine.kv_pool

@@ -20,6 +20,7 @@ class FlashInferPagedBackend(FlashInferBase):
         soft_cap=True,
         lse="2",
     )
+    refuses: ClassVar[bool] = True
 
     def __init__(self, engine: EngineContext) -> None:
         super().__init__(engine, page_size=engine.page_size)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from backends import libraries
-from backends.contract import Batch, EngineContext
+from backends.contract import Batch, EngineContext, Refused
 from backends.registry import resolve
 from backends.test_support import Sequences, make_batch, small_engine
 from cases.model import Phase
@@ -223,5 +223,5 @@ def test_prefill_without_prefix_hit_shares_one_indptr() -> None:
 def test_flashinfer_refuses_windows_that_differ() -> None:
     engine = small_engine(scattered(4, 2, 5), page_size=4, num_pages=10)
     object.__setattr__(engine, "windows", (4, None))
-    with pytest.raises(ValueError, match=r"plan one window for all layers, got \(4, None\)"):
+    with pytest.raises(Refused, match=r"plan one window for all layers, got \(4, None\)"):
         resolve("fi").factory(engine)

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from backends.contract import Batch, Capabilities, EngineContext
+from backends.refusal import refuse_undeclared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,10 @@ class TorchBackend:
     """Causal attention over the slots that the page table names, request by request."""
 
     capabilities: ClassVar[Capabilities] = Capabilities()
+    refuses: ClassVar[bool] = True
 
     def __init__(self, engine: EngineContext) -> None:
+        refuse_undeclared(engine, self.capabilities)
         self.engine = engine
         self.kv_pool = engine.kv_pool
         self.page_table = engine.page_table

@@ -70,10 +70,13 @@ class EngineRun:
         with self._built.catching(-1, -1):
             self.backend = self.build(context)
 
-    def execute(self, *, nan: bool) -> Execution:
-        """Run all steps of the case. A fault of the backend ends the execution and is kept in it."""
+    def execute(self, *, nan: bool, with_lse: bool = True) -> Execution:
+        """Run all steps of the case. A fault of the backend ends the execution and is kept in it.
+
+        `with_lse` False calls `forward` where the backend also has `forward_return_lse`.
+        """
         steps = len(self.question.case.steps)
-        execution = Execution(nan, self.recorder, self._executions * steps)
+        execution = Execution(nan, self.recorder, self._executions * steps, with_lse)
         self._executions += 1
         if self.backend is None:
             execution.failure = self._built.failure
@@ -86,6 +89,7 @@ class EngineRun:
 
     def _step(self, execution: Execution, backend: Backend, index: int) -> None:
         tensors = self.tensors.steps[index]
+        with_lse = execution.with_lse and self.spec.capabilities.lse is not None
         run = StepRun()
         execution.steps.append(run)
         self.pool.fill(index, nan=execution.nan)
@@ -99,7 +103,7 @@ class EngineRun:
             answer: object = None
             if execution.failure is None:
                 with execution.catching(index, layer):
-                    answer = self.forward(backend, batch, handed, mark._replace(layer=layer))
+                    answer = self.forward(backend, batch, handed, mark._replace(layer=layer), with_lse)
             if execution.failure:
                 return
             self._receive(execution, handed, answer)
@@ -125,14 +129,14 @@ class EngineRun:
         with self.at(mark):
             backend.prepare_metadata(batch)
 
-    def forward(self, backend: Any, batch: Batch, handed: LayerRun, mark: Mark) -> object:
+    def forward(self, backend: Any, batch: Batch, handed: LayerRun, mark: Mark, with_lse: bool) -> object:
         """Have the backend compute one layer; whatever it returns."""
-        call = backend.forward if self.spec.capabilities.lse is None else backend.forward_return_lse
+        call = backend.forward_return_lse if with_lse else backend.forward
         with self.at(mark):
             return call(handed.q, handed.k, handed.v, mark.layer, batch)
 
     def _receive(self, execution: Execution, handed: LayerRun, answer: object) -> None:
-        if self.spec.capabilities.lse is not None and isinstance(answer, tuple):
+        if execution.with_lse and self.spec.capabilities.lse is not None and isinstance(answer, tuple):
             parts: tuple[object, ...] = answer  # pyright: ignore[reportUnknownVariableType]
             handed.out, handed.lse = (*parts, None, None)[:2]
         else:

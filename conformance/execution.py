@@ -68,11 +68,13 @@ class Failure:
 @dataclass(slots=True)
 class Execution:
     """One run over all steps of a case. `nan`: unowned slots held NaN (else large finite values). `first_batch`: the
-    mark of its first step; the recorder is shared by all executions of one backend object."""
+    mark of its first step; the recorder is shared by all executions of one backend object. `with_lse`: whether
+    `forward_return_lse` was called where there is one."""
 
     nan: bool
     recorder: Recorder
     first_batch: int
+    with_lse: bool = True
     steps: list[StepRun] = field(default_factory=list[StepRun])
     failure: Failure | None = None
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict[tuple[int, int], Answer])

@@ -48,7 +48,6 @@ def check(trial: Trial) -> list[Finding] | None:
 _CHANGES: tuple[Callable[[Case], Case], ...] = (
     lambda c: replace(c, mask=Mask(window=3)),
     lambda c: replace(c, mask=Mask(soft_cap=30.0)),
-    lambda c: replace(c, mask=Mask(causal=False)),
     lambda c: replace(c, layout="HND"),
     lambda c: replace(c, dtype="float32"),
     lambda c: replace(c, kv_dtype="float8_e4m3fn"),

@@ -58,6 +58,8 @@ def _pinned(values: list[int]) -> torch.Tensor:
 )
 def _(cls: type[Any]) -> type[Any]:
     def last(self: Any, batch: Any, metadata: Any) -> torch.Tensor:
+        if self.page_size == 1:
+            return metadata.last_page_len_cpu  # always 1; the fault needs a remainder
         return _pinned([r.device_len % self.page_size for r in batch.padded_reqs])
 
     return _changed(cls, "LastLenModulo", _fi(last_page_len_cpu=last))
@@ -350,6 +352,7 @@ def _(cls: type[Any]) -> type[Any]:
     check="metadata",
     why="a prefill is planned without causal=True: a new token sees those behind it",
     issue="flashinfer#3871",
+    tokens=3,
 )
 def _(cls: type[Any]) -> type[Any]:
     class NotCausal(cls):

@@ -100,7 +100,7 @@ def _(cls: type[Any]) -> type[Any]:
     check="metadata",
     why="the custom mask is handed over transposed; its size fits and nobody looks at its shape",
     issue="flashinfer#3176",
-    tokens=2,
+    tokens=4,
 )
 def _(cls: type[Any]) -> type[Any]:
     def change(self: Any, call: Any) -> Any:
@@ -155,6 +155,7 @@ def _(cls: type[Any]) -> type[Any]:
     check="values",
     why="base-2 LSEs are merged as natural ones",
     issue="sglang#40903, vllm#47079",
+    tokens=3,
 )
 def _(cls: type[Any]) -> type[Any]:
     class Natural(cls):
@@ -362,10 +363,29 @@ def _(cls: type[Any]) -> type[Any]:
 
 
 def _late(cls: type[Any], option: str) -> type[Any]:
-    def change(self: Any, call: Any) -> Any:
-        return replace(call, **{option: None})
+    """The option goes to the older `forward` instead of `plan`."""
+    argument = {"window": "window_left", "soft_cap": "logits_soft_cap"}[option]
 
-    return _asks(cls, change)
+    class Late(cls):
+        def attend(self, call: Any) -> Any:
+            run = self.wrapper.run
+
+            def forward(q: Any, kv: Any, **kw: Any) -> Any:
+                given = getattr(call, option)
+                if given is None:
+                    return run(q, kv, **kw)
+                late = {argument: given - 1 if option == "window" else given, "causal": call.causal}
+                if "decode" in type(self.wrapper).__name__.lower():
+                    del late["causal"]
+                return self.wrapper.forward_return_lse(q, kv, sm_scale=call.scale, **late)
+
+            self.wrapper.run = forward
+            try:
+                return super().attend(replace(call, **{option: None}))
+            finally:
+                del self.wrapper.run
+
+    return Late
 
 
 @mutant(
@@ -418,7 +438,7 @@ def _(cls: type[Any]) -> type[Any]:
     check="values",
     why="keys beyond the last whole tile of 16 are lost when there is more than one tile",
     issue="flashinfer#1206",
-    tokens=17,
+    tokens=20,
 )
 def _(cls: type[Any]) -> type[Any]:
     def make(original: Any) -> Any:
@@ -443,7 +463,7 @@ def _(cls: type[Any]) -> type[Any]:
     check="values",
     why="query rows beyond the first tile of 16 are computed as if they were the last of it",
     issue="flashinfer#3871",
-    tokens=17,
+    tokens=20,
 )
 def _(cls: type[Any]) -> type[Any]:
     def make(original: Any) -> Any:

@@ -31,7 +31,7 @@ def _(cls: type[Any]) -> type[Any]:
     why="only the first batch that a wrapper sees is planned",
     issue="seed 003",
     requests=2,
-    tokens=2,
+    tokens=4,
 )
 def _(cls: type[Any]) -> type[Any]:
     class PlansFirstBatchOnly(cls):
@@ -52,7 +52,7 @@ def _(cls: type[Any]) -> type[Any]:
     why="a batch of the size of the last one runs on the last one's plan",
     issue="flashinfer#2236",
     requests=2,
-    tokens=2,
+    tokens=3,
 )
 def _(cls: type[Any]) -> type[Any]:
     class ReplansOnOtherSize(cls):
