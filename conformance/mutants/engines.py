@@ -153,6 +153,7 @@ def _(cls: type[Any]) -> type[Any]:
     issue="FACTS: seq_lens wrong beside a right indptr",
     modes=("strict",),
     tokens=1,
+    alone=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     def seq_lens(self: Any, batch: Any, metadata: Any) -> torch.Tensor:

@@ -204,6 +204,7 @@ def _(cls: type[Any]) -> type[Any]:
     check="lse",
     why="the LSE is in base 2 and declared natural",
     issue="sglang#40903",
+    alone=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     def change(self: Any, call: Any, answer: Any) -> Any:

@@ -14,6 +14,7 @@ from conformance.mutants.mutant import mutant
     why="plan is called again in every layer",
     issue="seed 000",
     tokens=1,
+    alone=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class PlansAgain(cls):

@@ -30,6 +30,8 @@ class Mutant:
     requests: int = 1
     tokens: int = 2
     issue: str | None = None
+    alone: bool = False
+    """Whether no other check fails on the smallest case: this mutant is why the check exists."""
     modes: tuple[str, ...] = ("strict", "faithful")
     declares: dict[str, Any] | None = None
     """Changes to what the correct backend declares."""

@@ -38,6 +38,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     check="values",
     why="the causal mask is aligned top left",
     issue="mutant bank",
+    alone=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     def attend(self: Any, q: Any, k: Any, v: Any) -> torch.Tensor:
@@ -120,6 +121,7 @@ def _(cls: type[Any]) -> type[Any]:
     requests=2,
     tokens=8,
     declares={"bit_equal": True},
+    alone=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     def attend(self: Any, q: Any, k: Any, v: Any) -> torch.Tensor:
@@ -145,6 +147,7 @@ def _(cls: type[Any]) -> type[Any]:
     why="the last bit of a result differs from call to call",
     issue="Dao#1897",
     tokens=1,
+    alone=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class Flickers(cls):
@@ -168,6 +171,7 @@ def _(cls: type[Any]) -> type[Any]:
     why="q is scaled in place after the result was computed",
     issue="Dao#772",
     tokens=1,
+    alone=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class InPlace(cls):
@@ -186,6 +190,7 @@ def _(cls: type[Any]) -> type[Any]:
     why="K and V are stored a second time, in a slot that nobody owns",
     issue="Dao#772",
     tokens=1,
+    alone=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class StoresTwice(cls):
@@ -210,6 +215,7 @@ def _(cls: type[Any]) -> type[Any]:
     why="a window that is not declared is ignored instead of refused",
     issue="sglang#33915",
     tokens=1,
+    alone=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class NeverRefuses(cls):

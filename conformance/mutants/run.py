@@ -40,6 +40,8 @@ class Caught:
         """Why this does not count as caught; empty if it does."""
         if self.case is None or self.verdict is None:
             return [f"survived: {self.mutant.check} found nothing in {MAX_EXAMPLES} cases"]
+        if self.mutant.alone and not self.alone:
+            return [f"{', '.join(sorted(self.verdict.failed))} fail, {self.mutant.check} alone must"]
         requests, tokens = case_size(self.case)
         if requests > self.mutant.requests or tokens > self.mutant.tokens:
             return [
@@ -50,7 +52,7 @@ class Caught:
 
     @property
     def alone(self) -> bool:
-        """Whether no other check fails on the case."""
+        """Whether the mutant's own check is the only one that fails on the case."""
         return self.verdict is not None and self.verdict.failed == {self.mutant.check}
 
 

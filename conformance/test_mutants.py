@@ -1,0 +1,65 @@
+"""The proof of the checks: every mutant is caught by the check that claims it, in both modes of the fakes."""
+
+from __future__ import annotations
+
+import pytest
+
+from cases.model import Case
+from conformance.checks import CHECKS
+from conformance.mutants import MUTANTS, Mutant
+from conformance.mutants.run import hunt
+from conformance.session import Session
+
+OVERLAPPING = {"smoke", "poison"}
+"""Checks whose faults others see too, by nature."""
+
+HUNTS = [pytest.param(m, mode, id=f"{m.name}-{mode}") for m in MUTANTS.values() for mode in m.modes]
+
+
+@pytest.mark.parametrize(("mutant", "mode"), HUNTS)
+def test_mutant_is_caught_and_shrunk(mutant: Mutant, mode: str) -> None:
+    with Session([mutant.base], mode="strict" if mode == "strict" else "faithful") as session:
+        caught = hunt(mutant, session)
+    assert caught.faults == [], f"{mutant.name} ({mutant.why}): {caught.case}"
+
+
+def test_last_page_len_shrinks_to_one_full_page() -> None:
+    case = _smallest("lastlen_0_when_multiple")
+    (step,) = case.steps
+    assert len(step.requests) == 1
+    assert step.kv_lens == (case.page_size,)
+    assert case.page_size == 2  # the smallest that shows it
+    assert case.heads.num_qo_heads == 1
+
+
+def test_last_page_len_is_named_with_its_cause() -> None:
+    mutant = MUTANTS["lastlen_0_when_multiple"]
+    with Session([mutant.base]) as session:
+        verdict = hunt(mutant, session).verdict
+    assert verdict is not None
+    messages = [str(f) for f in verdict.findings if f.field and "last_page_len" in f.field]
+    assert any("is 0" in m and "request 0" in m for m in messages)
+    assert verdict.findings[0].check == "metadata"
+
+
+def _smallest(name: str) -> Case:
+    mutant = MUTANTS[name]
+    with Session([mutant.base]) as session:
+        case = hunt(mutant, session).case
+    assert case is not None
+    return case
+
+
+def test_every_check_has_a_mutant_that_only_it_catches() -> None:
+    claimed = {m.check for m in MUTANTS.values() if m.alone}
+    assert claimed == CHECKS.keys() - OVERLAPPING
+
+
+def test_every_mutant_names_a_check() -> None:
+    assert {m.check for m in MUTANTS.values()} == CHECKS.keys()
+    assert len(MUTANTS) >= 40
+
+
+def test_half_of_the_mutants_show_without_the_contract() -> None:
+    faithful = [m for m in MUTANTS.values() if "faithful" in m.modes]
+    assert len(faithful) >= len(MUTANTS) / 2

@@ -1,0 +1,10 @@
+"""One key too few, too many or of another request, at any position: always seen. (`conformance bench` runs 1,000 trials.)"""
+
+from __future__ import annotations
+
+from conformance.benches.needles import measure
+
+
+def test_every_single_key_fault_is_seen() -> None:
+    for sharpness in measure(trials=12):
+        assert sharpness.caught == sharpness.trials, str(sharpness)
