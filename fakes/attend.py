@@ -1,8 +1,9 @@
 """The numbers of both fakes: paged or ragged attention in float64, rounded once.
 
-Semantics, as FlashInfer and FlashAttention define them: query head h reads KV head h // group size; the causal mask
-is aligned bottom right; a window counts keys on either side of the row's own position; scale, soft cap, mask and
-softmax follow in this order; a row that sees no key is (0, -inf).
+Semantics, as FlashInfer and FlashAttention define them: query head h reads KV head h // group size; the
+causal
+mask is aligned bottom right; a window counts keys on either side of the row's own position; scale, soft cap,
+mask and softmax follow in this order; a row that sees no key is (0, -inf).
 """
 
 from __future__ import annotations
@@ -46,17 +47,25 @@ def attend(
 
     Args:
         q: host tensor `[rows, num_qo_heads, head_dim_qk]`, any float dtype and strides.
-        k: host tensor, NHD `[pages, page_size, num_kv_heads, dim]`, HND `[pages, num_kv_heads, page_size, dim]`
-            or "ragged" `[tokens, num_kv_heads, dim]`. v: the same with its own dim.
+        k: host tensor, NHD `[pages, page_size, num_kv_heads, dim]`, HND `[pages, num_kv_heads, page_size,
+        dim]`
+            or "ragged" `[tokens, num_kv_heads, dim]`.
+        v: the same with its own dim.
         spans: requests; `slots` must lie within k and v (the caller checks).
-        scale: factor on q . k. window_left, window_right: -1 for all keys. soft_cap: 0 for none.
+        layout: "NHD", "HND" or "ragged".
+        scale: factor on q . k.
+        causal: row i of n sees keys up to kv_len - n + i.
+        window_left: keys seen before the row's own, -1 for all.
+        window_right: keys seen after it, -1 for all; `causal` goes before.
+        soft_cap: 0 for none.
         custom: one bool `[qo_len, kv_len]` per span, in place of `causal` and the window.
-        k_scale, v_scale: dequantisation, a number or `[spans, num_kv_heads]`.
+        k_scale: dequantisation of k, a number or `[spans, num_kv_heads]`.
+        v_scale: the same of v.
         sinks: float64 `[num_qo_heads]`: a score per head that takes weight and brings no value.
 
     Returns:
-        out float64 `[rows, num_qo_heads, head_dim_vo]`, and LSE float64 `[rows, num_qo_heads]` in natural log. Rows
-        that no span covers are NaN in both.
+        Out, float64 `[rows, num_qo_heads, head_dim_vo]`, and LSE, float64 `[rows, num_qo_heads]`, in natural
+        log. Rows that no span covers are NaN in both.
     """
     rows, num_qo_heads, dim_qk = q.shape
     num_kv_heads = k.shape[1] if layout in ("HND", "ragged") else k.shape[2]
@@ -138,6 +147,8 @@ def rounded(
     """A result: `exact` rounded once to `dtype`, its unrounded values kept with the open recorder.
 
     Args:
+        exact: float64; its untouched rows are overwritten by what `into` holds.
+        dtype: of the result.
         into: host tensor to write instead of a new one; it must have the shape of `exact`.
         untouched: bool `[rows]`: rows that the library does not write; they keep what `into` holds.
     """
@@ -191,7 +202,7 @@ def _unpacked(
 def _mask(
     qo_len: int, kv_len: int, causal: bool, left: int, right: int, first: int, last: int, group: int
 ) -> tuple[np.ndarray | None, bool]:
-    """What to add to the scores `[(last - first) * group, kv_len]`, or None; and whether a row may see no key."""
+    """What to add to the scores `[(last - first) * group, kv_len]`, or None; whether a row may see no key."""
     right = 0 if causal else right
     if (left < 0 and right < 0) or (qo_len == 1 and (left < 0 or left >= kv_len - 1)):
         return None, False  # a single row, aligned bottom right, has every key on its left
@@ -239,7 +250,9 @@ def gather(cache: torch.Tensor, slots: np.ndarray, layout: str) -> np.ndarray:
         if not slot_stride or page_stride % slot_stride:
             page, offset = np.divmod(slots, page_size)
             return _doubles(nhd[torch.from_numpy(page), torch.from_numpy(offset)])
-        per_page = page_stride // slot_stride  # slots from page to page: more than page_size in a stacked cache
+        per_page = (
+            page_stride // slot_stride
+        )  # slots from page to page: more than page_size in a stacked cache
         flat = nhd.as_strided(
             ((pages - 1) * per_page + page_size if pages else 0, heads, dim),
             (slot_stride, head_stride, dim_stride),

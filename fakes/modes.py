@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 
-class UndefinedRead(RuntimeError):
+class UndefinedRead(RuntimeError):  # noqa: N818 - an outcome, not an error of ours
     """The library would read memory that belongs to nobody we know: its answer depends on luck."""
 
 
-class WouldCrash(RuntimeError):
+class WouldCrash(RuntimeError):  # noqa: N818 - the same
     """The library's process would die of a signal, which the message names."""
 
 

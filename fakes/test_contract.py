@@ -40,9 +40,7 @@ def test_faithful_fake_does_what_was_measured(rule: Rule, release: str) -> None:
     assert not record.findings
 
 
-@pytest.mark.parametrize(
-    ("rule", "release"), [case for case in CASES if case[0].silent(case[1])], ids=_id
-)
+@pytest.mark.parametrize(("rule", "release"), [case for case in CASES if case[0].silent(case[1])], ids=_id)
 def test_strict_fake_records_what_the_library_gets_wrong_in_silence(rule: Rule, release: str) -> None:
     seen, record = _seen(rule, release, "strict")
     assert record.findings, f"{rule.id}: no finding, saw {seen}"

@@ -19,9 +19,10 @@ def dense(
     scale: float | None = None,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One request. q `[n, heads, d]`, k and v `[m, kv heads, d]`; out `[n, heads, dv]`, natural-log LSE `[n, heads]`.
+    """One request: out `[n, heads, dv]` and natural-log LSE `[n, heads]`.
 
-    Causal is aligned bottom right; `window_left` keys before the row's own are seen; a row without keys is (0, -inf).
+    q `[n, heads, d]`, k and v `[m, kv heads, d]`. Causal is aligned bottom right; `window_left` keys before
+    the row's own are seen; a row without keys is (0, -inf).
     """
     q64, k64, v64 = (t.detach().cpu().to(torch.float64) for t in (q, k, v))
     group = q64.shape[1] // max(1, k64.shape[1])
@@ -48,7 +49,8 @@ def dense(
 class Requests:
     """Ragged requests in a paged cache. All on the CPU; `.to(device)` moves what the library is given.
 
-    k_cache, v_cache `[pages, page_size, kv heads, dim]`; `pages[i]` request i's page ids; k, v its dense keys.
+    k_cache, v_cache `[pages, page_size, kv heads, dim]`; `pages[i]` request i's page ids; k, v its dense
+    keys.
     """
 
     q: torch.Tensor

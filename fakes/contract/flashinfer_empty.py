@@ -6,8 +6,22 @@ import torch
 
 from fakes.contract.check import dense, requests
 from fakes.contract.paged_fi import (
-    DECODE, LN2, PREFILL, Kernel, attend, bind, both, caches, ints, make, plan, rule, running_sum, workspace, worst,
-)  # fmt: skip
+    DECODE,
+    LN2,
+    PREFILL,
+    Kernel,
+    attend,
+    bind,
+    both,
+    caches,
+    ints,
+    make,
+    plan,
+    rule,
+    running_sum,
+    workspace,
+    worst,
+)
 from fakes.contract.rule import RIGHT, Lab, Observation, judge, refused, value
 
 SENTINEL = value("out 0, lse finite below -1000")
@@ -17,7 +31,9 @@ AVERAGED = value("out not 0, lse finite below -1000")
 
 def _ending(out: torch.Tensor, lse: torch.Tensor) -> Observation:
     """How rows without keys end. out `[rows, ...]`, lse `[rows, heads]`."""
-    words = "out 0" if bool((out == 0).all()) else "out not finite" if not out.isfinite().all() else "out not 0"
+    words = (
+        "out 0" if bool((out == 0).all()) else "out not finite" if not out.isfinite().all() else "out not 0"
+    )
     if bool(torch.isneginf(lse).all()):
         return Observation("value", f"{words}, lse -inf")
     low = bool(lse.isfinite().all() and (lse < -1000).all())
@@ -47,7 +63,9 @@ def _rows_without_request(lab: Lab, kernel: Kernel) -> Observation:
     return wrong if wrong.kind != "right" else _ending(got[0][:3], got[1][:3])
 
 
-def _ragged(lab: Lab, kernel: Kernel, kv_lens: list[int], qo_lens: list[int], causal: bool) -> tuple[torch.Tensor, ...]:
+def _ragged(
+    lab: Lab, kernel: Kernel, kv_lens: list[int], qo_lens: list[int], causal: bool
+) -> tuple[torch.Tensor, ...]:
     r = requests(kv_lens, qo_lens)
     wrapper = lab.library.BatchPrefillWithRaggedKVCacheWrapper(workspace(lab), backend=kernel)
     qo, kv = ints(running_sum(qo_lens)), ints(running_sum(kv_lens))
@@ -130,9 +148,7 @@ def _cascade(lab: Lab) -> Observation:
         [ints(shared), ints(page for p in own for page in p)],
         [ints([16]), ints((n - 32 - 1) % 16 + 1 for n in r.kv_lens)],
     ]
-    wrapper.plan(
-        *([t.to(lab.device) for t in level] for level in on), 8, 2, 128, 16, q_data_type=r.q.dtype
-    )
+    wrapper.plan(*([t.to(lab.device) for t in level] for level in on), 8, 2, 128, 16, q_data_type=r.q.dtype)
     return judge(wrapper.run(r.q.to(lab.device), caches(lab, r)), r.expected()[0], 1e-2)
 
 
@@ -148,30 +164,88 @@ def _lse_options(lab: Lab) -> Observation:
 
 RULES = (
     *(
-        rule(f"empty-request.{kernel}", "Masked scores are finite before 0.7.4, so an empty row ends in a sentinel.",
-             bind(_empty_request, kernel), SENTINEL, NEUTRAL)
+        rule(
+            f"empty-request.{kernel}",
+            "Masked scores are finite before 0.7.4, so an empty row ends in a sentinel.",
+            bind(_empty_request, kernel),
+            SENTINEL,
+            NEUTRAL,
+        )
         for kernel in DECODE
     ),
-    rule("rows-before-keys.fa2", "A causal row without keys keeps its first state.", bind(_rows_before_keys, "fa2"), SENTINEL, NEUTRAL),
-    rule("rows-before-keys.fa3", "fa3 weighs all columns of a wholly masked tile alike before 0.7.4.",
-         bind(_rows_before_keys, "fa3"), AVERAGED, NEUTRAL),
+    rule(
+        "rows-before-keys.fa2",
+        "A causal row without keys keeps its first state.",
+        bind(_rows_before_keys, "fa2"),
+        SENTINEL,
+        NEUTRAL,
+    ),
+    rule(
+        "rows-before-keys.fa3",
+        "fa3 weighs all columns of a wholly masked tile alike before 0.7.4.",
+        bind(_rows_before_keys, "fa3"),
+        AVERAGED,
+        NEUTRAL,
+    ),
     *(
-        rule(f"rows-without-request.{kernel}", "A request with kv_len 0 has no tile to go through.",
-             bind(_rows_without_request, kernel), SENTINEL, NEUTRAL)
+        rule(
+            f"rows-without-request.{kernel}",
+            "A request with kv_len 0 has no tile to go through.",
+            bind(_rows_without_request, kernel),
+            SENTINEL,
+            NEUTRAL,
+        )
         for kernel in PREFILL
     ),
-    *(rule(f"ragged.{kernel}", "Ragged prefill, causal and not; LSE base 2.", bind(_ragged_right, kernel), RIGHT) for kernel in PREFILL),
-    rule("ragged-rows-before-keys.fa2", "As in paged prefill.", bind(_ragged_rows_before_keys, "fa2"), SENTINEL, NEUTRAL),
-    rule("ragged-rows-before-keys.fa3", "As in paged prefill; the tile's columns past the request are loaded, too.",
-         bind(_ragged_rows_before_keys, "fa3"), AVERAGED, NEUTRAL),
+    *(
+        rule(
+            f"ragged.{kernel}",
+            "Ragged prefill, causal and not; LSE base 2.",
+            bind(_ragged_right, kernel),
+            RIGHT,
+        )
+        for kernel in PREFILL
+    ),
+    rule(
+        "ragged-rows-before-keys.fa2",
+        "As in paged prefill.",
+        bind(_ragged_rows_before_keys, "fa2"),
+        SENTINEL,
+        NEUTRAL,
+    ),
+    rule(
+        "ragged-rows-before-keys.fa3",
+        "As in paged prefill; the tile's columns past the request are loaded, too.",
+        bind(_ragged_rows_before_keys, "fa3"),
+        AVERAGED,
+        NEUTRAL,
+    ),
     rule("merge-state", "Weights are powers of 2.", _merge, RIGHT),
-    rule("merge-state-empty", "-inf less -inf is no number; 0.7.4 guards it.", _merge_empty, value("nan"), NEUTRAL),
+    rule(
+        "merge-state-empty",
+        "-inf less -inf is no number; 0.7.4 guards it.",
+        _merge_empty,
+        value("nan"),
+        NEUTRAL,
+    ),
     rule("merge-state-in-place", "The same kernel, written over its first operands.", _merge_in_place, RIGHT),
     rule("merge-states", "A list of states.", _merge_list, RIGHT),
-    rule("merge-states-empty", "The sum over a list starts from the sentinel before 0.7.4.", _merge_list_empty, value("(0, -50000)"), value("(0, -inf)")),
+    rule(
+        "merge-states-empty",
+        "The sum over a list starts from the sentinel before 0.7.4.",
+        _merge_list_empty,
+        value("(0, -50000)"),
+        value("(0, -inf)"),
+    ),
     rule("cascade", "Two levels, 32 shared tokens, equal the flat answer.", _cascade, RIGHT),
-)  # fmt: skip
+)
 RULES = (
     *RULES,
-    rule("lse-options", "lse_base and lse_layout came with 0.7.", _lse_options, refused("TypeError", "lse_base"), RIGHT),
+    rule(
+        "lse-options",
+        "lse_base and lse_layout came with 0.7.",
+        _lse_options,
+        refused("TypeError", "lse_base"),
+        RIGHT,
+    ),
 )

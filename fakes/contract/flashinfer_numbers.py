@@ -9,15 +9,30 @@ import torch
 
 from fakes.contract.check import Requests, requests
 from fakes.contract.paged_fi import (
-    DECODE, KERNELS, PREFILL, Kernel, attend, bind, both, caches, causal, make, plan, rule, shapes, worst,
-)  # fmt: skip
+    DECODE,
+    KERNELS,
+    PREFILL,
+    Kernel,
+    attend,
+    bind,
+    both,
+    caches,
+    causal,
+    make,
+    plan,
+    rule,
+    shapes,
+    worst,
+)
 from fakes.contract.rule import RIGHT, Lab, Observation, Rule, judge, refused, value
 
 LENS = ([40, 17, 5], [7, 3, 5])
 """KV and query lengths of an ordinary batch; decode takes one row of each request."""
 
 
-def _right(lab: Lab, kernel: Kernel, r: Requests, *, run: Any = None, layout: str = "NHD", **options: Any) -> Observation:
+def _right(
+    lab: Lab, kernel: Kernel, r: Requests, *, run: Any = None, layout: str = "NHD", **options: Any
+) -> Observation:
     mask = {k: options[k] for k in ("window_left",) if k in options}
     if "logits_soft_cap" in options:
         mask["soft_cap"] = options["logits_soft_cap"]
@@ -59,7 +74,9 @@ def _host_arrays(lab: Lab, kernel: Kernel) -> Observation:
 def _fp8(lab: Lab, kernel: Kernel) -> Observation:
     r = requests(**shapes(kernel, *LENS), kv_dtype=torch.float8_e4m3fn)
     wide = replace(r, k=[k.float() * 0.5 for k in r.k], v=[v.float() * 2.0 for v in r.v])
-    return both(attend(lab, kernel, r, run={"k_scale": 0.5, "v_scale": 2.0}), wide.expected(causal=causal(kernel)))
+    return both(
+        attend(lab, kernel, r, run={"k_scale": 0.5, "v_scale": 2.0}), wide.expected(causal=causal(kernel))
+    )
 
 
 def _hnd(lab: Lab, kernel: Kernel) -> Observation:
@@ -96,7 +113,12 @@ def _group(lab: Lab, kernel: Kernel, heads: tuple[int, int]) -> Observation:
 
 
 def _groups(lab: Lab, kernel: Kernel) -> Observation:
-    return worst(*(_group(lab, kernel, heads) for heads in ((5, 1), (7, 1), (14, 2), (28, 4), (16, 1), (8, 2), (6, 2), (8, 8))))
+    return worst(
+        *(
+            _group(lab, kernel, heads)
+            for heads in ((5, 1), (7, 1), (14, 2), (28, 4), (16, 1), (8, 2), (6, 2), (8, 8))
+        )
+    )
 
 
 def _again(lab: Lab, kernel: Kernel) -> Observation:
@@ -141,45 +163,95 @@ def _default_dtypes(lab: Lab, kernel: Kernel) -> Observation:
     return _right(lab, kernel, requests(**shapes(kernel, *LENS)), no_dtypes=True)
 
 
-def _per_kernel(name: str, cause: str, probe: Any, kernels: tuple[Kernel, ...] = KERNELS, old: Any = RIGHT, new: Any = None) -> tuple[Rule, ...]:
+def _per_kernel(
+    name: str,
+    cause: str,
+    probe: Any,
+    kernels: tuple[Kernel, ...] = KERNELS,
+    old: Any = RIGHT,
+    new: Any = None,
+) -> tuple[Rule, ...]:
     return tuple(rule(f"{name}.{kernel}", cause, bind(probe, kernel), old, new) for kernel in kernels)
 
 
 RULES = (
-    *_per_kernel("numbers", "Attention of ragged requests on scattered pages; LSE in base 2, its error within 1e-3 nats.", _plain),
+    *_per_kernel(
+        "numbers",
+        "Attention of ragged requests on scattered pages; LSE in base 2, its error within 1e-3 nats.",
+        _plain,
+    ),
     *_per_kernel("unread-slots", "Slots that no request owns are never read into a result.", _unread),
     *_per_kernel("window-left", "window_left = w lets w + 1 keys be seen, the row's own included.", _windows),
     *_per_kernel("soft-cap", "A soft cap c given to plan replaces a score s by c * tanh(s / c).", _caps),
     *_per_kernel("head-dims", "Kernels exist for head dims 64, 128 and 256.", _dims),
     *_per_kernel("host-arrays", "Index arrays on the CPU are copied to the device by plan.", _host_arrays),
-    *_per_kernel("fp8-kv", "e4m3 K and V are dequantised by k_scale and v_scale of run.", _fp8, (*DECODE, "fa2")),
+    *_per_kernel(
+        "fp8-kv", "e4m3 K and V are dequantised by k_scale and v_scale of run.", _fp8, (*DECODE, "fa2")
+    ),
     *_per_kernel("hnd", "The HND layout has heads before slots in a page.", _hnd),
     *_per_kernel("stacked-cache", "One tensor [pages, 2, page, heads, dim] holds K and V.", _stacked),
     *_per_kernel("strided-q", "Strides of q are read.", _strided),
     *_per_kernel("lse-form", "LSE is float32 [rows, num_qo_heads].", _lse_form),
-    *_per_kernel("group-sizes", "Tiles of packed rows hold any group size.", _groups, ("tensor_core", *PREFILL)),
+    *_per_kernel(
+        "group-sizes", "Tiles of packed rows hold any group size.", _groups, ("tensor_core", *PREFILL)
+    ),
     *(
         rule(
-            f"group-size.cuda_core.{q}-{kv}", "CUDA-core decode is compiled for a few group sizes only.",
-            bind(_group, "cuda_core", (q, kv)), refused("RuntimeError", "Unsupported group_size"),
-        )  # fmt: skip
+            f"group-size.cuda_core.{q}-{kv}",
+            "CUDA-core decode is compiled for a few group sizes only.",
+            bind(_group, "cuda_core", (q, kv)),
+            refused("RuntimeError", "Unsupported group_size"),
+        )
         for q, kv in ((5, 1), (7, 1), (14, 2), (28, 4))
     ),
     rule(
-        "group-size.cuda_core.16-1", "Group size 16 was added to CUDA-core decode after 0.6.6.",
-        bind(_group, "cuda_core", (16, 1)), refused("RuntimeError", "Unsupported group_size"), RIGHT,
-    ),  # fmt: skip
+        "group-size.cuda_core.16-1",
+        "Group size 16 was added to CUDA-core decode after 0.6.6.",
+        bind(_group, "cuda_core", (16, 1)),
+        refused("RuntimeError", "Unsupported group_size"),
+        RIGHT,
+    ),
     *(
-        rule(f"group-size.cuda_core.{q}-{kv}", "Group sizes 1, 3 and 4 are compiled.", bind(_group, "cuda_core", (q, kv)), RIGHT)
+        rule(
+            f"group-size.cuda_core.{q}-{kv}",
+            "Group sizes 1, 3 and 4 are compiled.",
+            bind(_group, "cuda_core", (q, kv)),
+            RIGHT,
+        )
         for q, kv in ((8, 2), (6, 2), (8, 8))
     ),
     *_per_kernel("repeatable", "The same call gives the same bits.", _again, old=value("bit-equal")),
-    rule("batch-mates.tensor_core", "A request's tiles do not depend on its batch mates at these lengths.", _mates, value("bit-equal")),
+    rule(
+        "batch-mates.tensor_core",
+        "A request's tiles do not depend on its batch mates at these lengths.",
+        _mates,
+        value("bit-equal"),
+    ),
     rule("long-and-short.fa2", "One request of 100,000 tokens among 63 of 17.", _long_prefill, RIGHT),
     *_per_kernel("longest", "131,072 tokens.", _longest, ("tensor_core", "fa2")),
-    *_per_kernel("float32", "No kernel is generated for float32.", _float32, ("tensor_core", "fa2"), refused("KeyError", "torch.float32")),
-    *_per_kernel("q-dtype", "run compares q's dtype with the planned one.", _wrong_q_dtype, old=refused("ValueError", "does not match the q_data_type")),
-    *_per_kernel("kv-dtype", "run compares k's dtype with the planned one.", _wrong_kv_dtype, old=refused("ValueError", "does not match the kv_data_type")),
-    *_per_kernel("default-dtype", "Without dtypes plan assumes float16.", _default_dtypes, old=refused("ValueError", "does not match the q_data_type")),
-)  # fmt: skip
-
+    *_per_kernel(
+        "float32",
+        "No kernel is generated for float32.",
+        _float32,
+        ("tensor_core", "fa2"),
+        refused("KeyError", "torch.float32"),
+    ),
+    *_per_kernel(
+        "q-dtype",
+        "run compares q's dtype with the planned one.",
+        _wrong_q_dtype,
+        old=refused("ValueError", "does not match the q_data_type"),
+    ),
+    *_per_kernel(
+        "kv-dtype",
+        "run compares k's dtype with the planned one.",
+        _wrong_kv_dtype,
+        old=refused("ValueError", "does not match the kv_data_type"),
+    ),
+    *_per_kernel(
+        "default-dtype",
+        "Without dtypes plan assumes float16.",
+        _default_dtypes,
+        old=refused("ValueError", "does not match the q_data_type"),
+    ),
+)

@@ -1,4 +1,4 @@
-"""Plan and run out of step: rows, heads, page sizes, stale plans, late options, shared workspaces, graph mode."""
+"""Plan and run out of step: rows, heads, pages, stale plans, late options, workspaces, graph mode."""
 
 from __future__ import annotations
 
@@ -9,16 +9,30 @@ import torch
 
 from fakes.contract.check import Requests, requests
 from fakes.contract.paged_fi import (
-    DECODE, KERNELS, PREFILL, Kernel, arrays, attend, bind, both, caches, causal, ints, make, plan, rule,
-    shapes, workspace,
-)  # fmt: skip
+    DECODE,
+    KERNELS,
+    PREFILL,
+    Kernel,
+    arrays,
+    attend,
+    bind,
+    both,
+    caches,
+    causal,
+    ints,
+    make,
+    plan,
+    rule,
+    shapes,
+    workspace,
+)
 from fakes.contract.rule import RIGHT, WRONG, Lab, Observation, judge, refused, value
 
 LENS = ([40, 17, 5], [7, 3, 5])
 
 
 def _rows(lab: Lab, kernel: Kernel, extra: int) -> Observation:
-    """q with more or fewer rows than planned; the rows that exist of both are judged."""
+    """Q with more or fewer rows than planned; the rows that exist of both are judged."""
     r = requests(**shapes(kernel, *LENS))
     wrapper = make(lab, kernel)
     plan(lab, wrapper, kernel, r)
@@ -84,9 +98,12 @@ def _scratch(lab: Lab, kernel: Kernel, size: int) -> Observation:
     pages = 131_072 // r.page_size
     wrapper = make(lab, kernel, workspace=workspace(lab, size))
     plan(
-        lab, wrapper, kernel, r,
+        lab,
+        wrapper,
+        kernel,
+        r,
         given={"indptr": ints([0, pages]), "indices": ints(range(pages)), "last_page_len": ints([16])},
-    )  # fmt: skip
+    )
     return Observation("right", "planned")
 
 
@@ -154,7 +171,7 @@ def _shared(lab: Lab, kernel: Kernel, interleaved: bool) -> Observation:
 
 
 def _two_plans(lab: Lab, kernel: Kernel) -> Observation:
-    """Two plans behind a busy stream: the second rewrites the staging memory that the first still copies from."""
+    """Two plans behind a busy stream: the second rewrites memory that the first still copies from."""
     r = requests(**shapes(kernel, *LENS))
     other = requests(**shapes(kernel, [900, 700, 5], [2, 60, 1]), seed=1)
     wrapper = make(lab, kernel)
@@ -190,7 +207,10 @@ def _masked(lab: Lab, *, drop: int = 0, then_causal: bool = False, **options: An
     out = wrapper.run(r.q.to(lab.device), caches(lab, r))
     if drop:
         return Observation("value", "accepted")
-    parts = [replace(r, q=r.q[r.rows(i)], k=[r.k[i]], v=[r.v[i]], qo_lens=[r.qo_lens[i]], kv_lens=[r.kv_lens[i]]) for i in (0, 1)]
+    parts = [
+        replace(r, q=r.q[r.rows(i)], k=[r.k[i]], v=[r.v[i]], qo_lens=[r.qo_lens[i]], kv_lens=[r.kv_lens[i]])
+        for i in (0, 1)
+    ]
     expected = torch.cat([part.expected(mask=mask)[0] for part, mask in zip(parts, masks, strict=True)])
     return judge(out, expected)
 
@@ -206,9 +226,16 @@ def _positional(lab: Lab) -> Observation:
     a = arrays(r)
     wrapper = make(lab, "cuda_core")
     wrapper.plan(
-        *(a[n].to(lab.device) for n in ("indptr", "indices", "last_page_len")), 8, 2, 128, 16, "NONE", -1, None,
+        *(a[n].to(lab.device) for n in ("indptr", "indices", "last_page_len")),
+        8,
+        2,
+        128,
+        16,
+        "NONE",
+        -1,
+        None,
         torch.bfloat16,
-    )  # fmt: skip
+    )
     return judge(wrapper.run(r.q.to(lab.device), caches(lab, r)), r.expected()[0])
 
 
@@ -216,45 +243,231 @@ ROWS = refused("ValueError")
 
 RULES = (
     *(
-        rule(f"q-rows-more.{kernel}", "Work is cut by the plan; 0.7.4 compares rows with the plan.", bind(_rows, kernel, len(LENS[0]) if kernel in DECODE else 3), RIGHT, ROWS, finding="fi.q-rows")
+        rule(
+            f"q-rows-more.{kernel}",
+            "Work is cut by the plan; 0.7.4 compares rows with the plan.",
+            bind(_rows, kernel, len(LENS[0]) if kernel in DECODE else 3),
+            RIGHT,
+            ROWS,
+            finding="fi.q-rows",
+        )
         for kernel in KERNELS
     ),
-    *(rule(f"q-rows-fewer.{kernel}", "Work is cut by the plan; 0.7.4 compares rows with the plan.", bind(_rows, kernel, -1), RIGHT, ROWS, finding="fi.q-rows") for kernel in ("tensor_core", "fa2")),
-    rule("q-rows-fewer.cuda_core", "CUDA-core decode compares only more rows than requests.", bind(_rows, "cuda_core", -1), RIGHT, finding="fi.q-rows"),
-    *(rule(f"planned-heads-16.{kernel}", "The head count is q's own; the plan cut enough tiles.", bind(_planned_heads, kernel, 16), RIGHT, finding="fi.planned-heads") for kernel in ("tensor_core", "fa2")),
-    rule("planned-heads-4.tensor_core", "One tile holds a whole group.", bind(_planned_heads, "tensor_core", 4), RIGHT, finding="fi.planned-heads"),
-    rule("planned-heads-4.fa2", "Half as many packed rows were cut into tiles: the last rows are not computed.", bind(_planned_heads, "fa2", 4), WRONG, finding="fi.planned-heads"),
     *(
-        rule(f"planned-page-size-{size}.{kernel}", "The cache's own shape counts.", bind(_planned_page_size, kernel, size), RIGHT, finding="fi.planned-page-size")
-        for size in (8, 32) for kernel in DECODE
+        rule(
+            f"q-rows-fewer.{kernel}",
+            "Work is cut by the plan; 0.7.4 compares rows with the plan.",
+            bind(_rows, kernel, -1),
+            RIGHT,
+            ROWS,
+            finding="fi.q-rows",
+        )
+        for kernel in ("tensor_core", "fa2")
     ),
-    *(rule(f"no-plan.{kernel}", "run reads what plan left.", bind(_no_plan, kernel), refused("AttributeError", "_cached_q_data_type")) for kernel in KERNELS),
-    *(rule(f"stale-plan.{kernel}", "The plan's own copies of the arrays are read.", bind(_stale, kernel), WRONG, finding="fi.stale-plan") for kernel in KERNELS),
-    *(rule(f"late-soft-cap.{kernel}", "A soft cap is compiled into the planned kernel.", bind(_late, kernel, {"soft_cap": 1.0}, logits_soft_cap=1.0), WRONG, finding="fi.late-logits-soft-cap") for kernel in KERNELS),
-    *(rule(f"late-soft-cap-plain.{kernel}", "So one at forward() is ignored.", bind(_late, kernel, {}, logits_soft_cap=1.0), RIGHT, finding="fi.late-logits-soft-cap") for kernel in KERNELS),
-    *(rule(f"late-window.{kernel}", "A window is compiled into the planned kernel.", bind(_late, kernel, {"window_left": 8}, window_left=8), WRONG, finding="fi.late-window-left") for kernel in PREFILL),
-    rule("late-window-is.fa2", "One at forward() only moves the first tile of keys.", bind(_late_window, "fa2"), value("neither")),
+    rule(
+        "q-rows-fewer.cuda_core",
+        "CUDA-core decode compares only more rows than requests.",
+        bind(_rows, "cuda_core", -1),
+        RIGHT,
+        finding="fi.q-rows",
+    ),
+    *(
+        rule(
+            f"planned-heads-16.{kernel}",
+            "The head count is q's own; the plan cut enough tiles.",
+            bind(_planned_heads, kernel, 16),
+            RIGHT,
+            finding="fi.planned-heads",
+        )
+        for kernel in ("tensor_core", "fa2")
+    ),
+    rule(
+        "planned-heads-4.tensor_core",
+        "One tile holds a whole group.",
+        bind(_planned_heads, "tensor_core", 4),
+        RIGHT,
+        finding="fi.planned-heads",
+    ),
+    rule(
+        "planned-heads-4.fa2",
+        "Half as many packed rows were cut into tiles: the last rows are not computed.",
+        bind(_planned_heads, "fa2", 4),
+        WRONG,
+        finding="fi.planned-heads",
+    ),
+    *(
+        rule(
+            f"planned-page-size-{size}.{kernel}",
+            "The cache's own shape counts.",
+            bind(_planned_page_size, kernel, size),
+            RIGHT,
+            finding="fi.planned-page-size",
+        )
+        for size in (8, 32)
+        for kernel in DECODE
+    ),
+    *(
+        rule(
+            f"no-plan.{kernel}",
+            "run reads what plan left.",
+            bind(_no_plan, kernel),
+            refused("AttributeError", "_cached_q_data_type"),
+        )
+        for kernel in KERNELS
+    ),
+    *(
+        rule(
+            f"stale-plan.{kernel}",
+            "The plan's own copies of the arrays are read.",
+            bind(_stale, kernel),
+            WRONG,
+            finding="fi.stale-plan",
+        )
+        for kernel in KERNELS
+    ),
+    *(
+        rule(
+            f"late-soft-cap.{kernel}",
+            "A soft cap is compiled into the planned kernel.",
+            bind(_late, kernel, {"soft_cap": 1.0}, logits_soft_cap=1.0),
+            WRONG,
+            finding="fi.late-logits-soft-cap",
+        )
+        for kernel in KERNELS
+    ),
+    *(
+        rule(
+            f"late-soft-cap-plain.{kernel}",
+            "So one at forward() is ignored.",
+            bind(_late, kernel, {}, logits_soft_cap=1.0),
+            RIGHT,
+            finding="fi.late-logits-soft-cap",
+        )
+        for kernel in KERNELS
+    ),
+    *(
+        rule(
+            f"late-window.{kernel}",
+            "A window is compiled into the planned kernel.",
+            bind(_late, kernel, {"window_left": 8}, window_left=8),
+            WRONG,
+            finding="fi.late-window-left",
+        )
+        for kernel in PREFILL
+    ),
+    rule(
+        "late-window-is.fa2",
+        "One at forward() only moves the first tile of keys.",
+        bind(_late_window, "fa2"),
+        value("neither"),
+    ),
     rule("late-window-is.fa3", "One at forward() is not read.", bind(_late_window, "fa3"), value("ignored")),
     *(
-        rule(f"workspace-{size}.{kernel}", "Parts of a long request meet in the float workspace.", bind(_scratch, kernel, size),
-             refused("RuntimeError", "Buffer overflow when allocating memory for batch_"))
-        for size in (1 << 10, 1 << 20) for kernel in ("cuda_core", "fa2")
+        rule(
+            f"workspace-{size}.{kernel}",
+            "Parts of a long request meet in the float workspace.",
+            bind(_scratch, kernel, size),
+            refused("RuntimeError", "Buffer overflow when allocating memory for batch_"),
+        )
+        for size in (1 << 10, 1 << 20)
+        for kernel in ("cuda_core", "fa2")
     ),
     rule("workspace-1024.fa3", "fa3 does not split requests.", bind(_scratch, "fa3", 1 << 10), RIGHT),
     rule("graph-replan", "The wrapper's buffers are filled anew.", bind(_graph, True), RIGHT),
-    rule("graph-stale", "The wrapper's buffers hold the last plan.", bind(_graph, False), WRONG, finding="fi.stale-plan"),
-    rule("graph-replan-replayed", "A replay reads the wrapper's buffers.", bind(_graph_replayed, True), RIGHT, device="full"),
-    rule("graph-stale-replayed", "A replay reads the wrapper's buffers.", bind(_graph_replayed, False), WRONG, device="full", finding="fi.stale-plan"),
-    rule("graph-batch-size", "Buffers are sized at construction.", _graph_batch, refused("ValueError", "The batch size should be fixed in cudagraph mode")),
-    rule("graph-indices", "Buffers are sized at construction.", _graph_indices, refused("ValueError", "The size of indices should be less than or equal to the allocated buffer")),
-    *(rule(f"two-plans.{kernel}", "Both plans are staged in the same pinned memory.", bind(_two_plans, kernel), WRONG, device="gpu") for kernel in ("cuda_core", "fa2")),
-    *(rule(f"shared-int-workspace.{kernel}", "The second plan overwrites the first one's schedule.", bind(_shared, kernel, True), WRONG, finding="fi.plan-overwritten") for kernel in ("cuda_core", "fa2")),
-    *(rule(f"shared-int-workspace-in-turn.{kernel}", "Each plan is run before the next is made.", bind(_shared, kernel, False), RIGHT) for kernel in ("cuda_core", "fa2")),
+    rule(
+        "graph-stale",
+        "The wrapper's buffers hold the last plan.",
+        bind(_graph, False),
+        WRONG,
+        finding="fi.stale-plan",
+    ),
+    rule(
+        "graph-replan-replayed",
+        "A replay reads the wrapper's buffers.",
+        bind(_graph_replayed, True),
+        RIGHT,
+        device="full",
+    ),
+    rule(
+        "graph-stale-replayed",
+        "A replay reads the wrapper's buffers.",
+        bind(_graph_replayed, False),
+        WRONG,
+        device="full",
+        finding="fi.stale-plan",
+    ),
+    rule(
+        "graph-batch-size",
+        "Buffers are sized at construction.",
+        _graph_batch,
+        refused("ValueError", "The batch size should be fixed in cudagraph mode"),
+    ),
+    rule(
+        "graph-indices",
+        "Buffers are sized at construction.",
+        _graph_indices,
+        refused("ValueError", "The size of indices should be less than or equal to the allocated buffer"),
+    ),
+    *(
+        rule(
+            f"two-plans.{kernel}",
+            "Both plans are staged in the same pinned memory.",
+            bind(_two_plans, kernel),
+            WRONG,
+            device="gpu",
+        )
+        for kernel in ("cuda_core", "fa2")
+    ),
+    *(
+        rule(
+            f"shared-int-workspace.{kernel}",
+            "The second plan overwrites the first one's schedule.",
+            bind(_shared, kernel, True),
+            WRONG,
+            finding="fi.plan-overwritten",
+        )
+        for kernel in ("cuda_core", "fa2")
+    ),
+    *(
+        rule(
+            f"shared-int-workspace-in-turn.{kernel}",
+            "Each plan is run before the next is made.",
+            bind(_shared, kernel, False),
+            RIGHT,
+        )
+        for kernel in ("cuda_core", "fa2")
+    ),
     rule("custom-mask", "A boolean mask per request.", _masked, RIGHT),
-    rule("custom-mask-causal", "causal is not looked at beside a custom mask.", bind(_masked, causal=True), RIGHT),
-    rule("custom-mask-short", "The mask's size is not compared.", bind(_masked, drop=5), value("accepted"), finding="fi.mask-size"),
-    rule("custom-mask-then-causal", "A plan without a mask removes it.", bind(_masked, then_causal=True), RIGHT),
-    *(rule(f"end-forward.{kernel}", "0.7.2 removed it.", bind(_end_forward, kernel), value("no effect"), refused("AttributeError", "end_forward")) for kernel in ("cuda_core", "fa2")),
-    rule("plan-positional", "0.6.6 has o_data_type behind kv_data_type; the arguments before keep their places.", _positional, RIGHT),
-)  # fmt: skip
-
+    rule(
+        "custom-mask-causal",
+        "causal is not looked at beside a custom mask.",
+        bind(_masked, causal=True),
+        RIGHT,
+    ),
+    rule(
+        "custom-mask-short",
+        "The mask's size is not compared.",
+        bind(_masked, drop=5),
+        value("accepted"),
+        finding="fi.mask-size",
+    ),
+    rule(
+        "custom-mask-then-causal", "A plan without a mask removes it.", bind(_masked, then_causal=True), RIGHT
+    ),
+    *(
+        rule(
+            f"end-forward.{kernel}",
+            "0.7.2 removed it.",
+            bind(_end_forward, kernel),
+            value("no effect"),
+            refused("AttributeError", "end_forward"),
+        )
+        for kernel in ("cuda_core", "fa2")
+    ),
+    rule(
+        "plan-positional",
+        "0.6.6 has o_data_type behind kv_data_type; the arguments before keep their places.",
+        _positional,
+        RIGHT,
+    ),
+)

@@ -1,4 +1,4 @@
-"""`Rule`: one measured fact about a kernel library, with a probe that runs unchanged on the library and on its fake."""
+"""`Rule`: one measured fact about a kernel library, with a probe for the library and its fake alike."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Kind = Literal["right", "wrong", "refused", "undefined", "crashes", "value"]
 class Verdict:
     """What a release does. Build one with `RIGHT`, `WRONG`, `UNDEFINED`, `refused`, `crashes` or `value`.
 
-    `error` names the exception type (or a base of it), `fragment` is part of its message; of a crash, the signal; of
-    a value, what the probe must answer.
+    `error` names the exception type (or a base of it), `fragment` is part of its message; of a crash, the
+    signal; of a value, what the probe must answer.
     """
 
     kind: Kind
@@ -38,7 +38,9 @@ class Verdict:
         return self.kind != "value" or self.fragment == seen.detail
 
     def __str__(self) -> str:
-        return " ".join(word for word in (self.kind, self.error, self.fragment and f'"{self.fragment}"') if word)
+        return " ".join(
+            word for word in (self.kind, self.error, self.fragment and f'"{self.fragment}"') if word
+        )
 
 
 RIGHT = Verdict("right")
@@ -88,9 +90,10 @@ class Lab:
 class Rule:
     """A fact. `verdicts` has one entry per release it was measured on.
 
-    `cause` says why the library does it, in one sentence; instances follow from it. `device` is what the probe needs:
-    "light", "full" (graphs, copies in flight) or "gpu" (timing of a real stream). `finding`: the rule that strict mode
-    records, because the answer is wrong, or right by luck only.
+    `cause` says why the library does it, in one sentence; instances follow from it. `device` is what the
+    probe needs:
+    "light", "full" (graphs, copies in flight) or "gpu" (timing of a real stream). `finding`: the rule that
+    strict mode records, because the answer is wrong, or right by luck only.
     """
 
     id: str
@@ -123,7 +126,9 @@ def judge(got: torch.Tensor, expected: torch.Tensor, limit: float = 5e-3) -> Obs
     """Right if the error relative to the norm of `expected` is within `limit`.
 
     Args:
-        got: any float dtype and device. expected: float64 of the same shape, on the CPU.
+        got: any float dtype and device.
+        expected: float64 of the same shape, on the CPU.
+        limit: of the relative error.
     """
     if tuple(got.shape) != tuple(expected.shape):
         return Observation("wrong", f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}")

@@ -1,7 +1,7 @@
 """A CPU stand-in for `flashinfer`: the attention surface of flashinfer-python, by release (`fakes.releases`).
 
-It computes what the library computes, refuses what it refuses, and gets wrong what it gets wrong; `fakes.contract`
-lists which. In strict mode it first records what the library would silently get wrong.
+It computes what the library computes, refuses what it refuses, and gets wrong what it gets wrong;
+`fakes.contract` lists which. In strict mode it first records what the library would silently get wrong.
 """
 
 from __future__ import annotations
@@ -57,5 +57,6 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     raise AttributeError(
-        f"the fake of flashinfer {releases.selected('flashinfer')} has no {name}; it covers {', '.join(__all__)}"
+        f"the fake of flashinfer {releases.selected('flashinfer')} has no {name}; it covers "
+        f"{', '.join(__all__)}"
     )

@@ -12,8 +12,8 @@ from fakes.modes import UndefinedRead
 def words(tensor: torch.Tensor, bits: int = 32) -> np.ndarray:
     """The memory behind an index array as kernels and planners read it, `int32` or `int64` words, 1-D.
 
-    An array of another dtype is not converted: int64 values become their low and high words. Up to 0.6.6 strides are
-    not read either; later releases make the array contiguous first.
+    An array of another dtype is not converted: int64 values become their low and high words. Up to 0.6.6
+    strides are not read either; later releases make the array contiguous first.
     """
     plain = cuda.host(tensor)
     if plain.dtype is torch.int32 and bits == 32 and plain.is_contiguous():
@@ -46,7 +46,7 @@ def first(array: np.ndarray, count: int, argument: str) -> list[int]:
 
 
 def upload(tensor: torch.Tensor, non_blocking: bool, device: torch.device) -> torch.Tensor:
-    """What `tensor.to(device)` gives: the same tensor where it is on the device already, else a copy of it there.
+    """What `tensor.to(device)` gives: the tensor itself where it is on the device already, else a copy.
 
     Without a simulated device nothing says where a tensor lives, so it is always copied.
     """

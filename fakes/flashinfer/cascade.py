@@ -92,9 +92,12 @@ class MultiLevelCascadeAttentionWrapper:
             paged_kv_last_page_len,
             strict=True,
         )
-        for level, (wrapper, *given) in enumerate(arrays):
+        for level, (wrapper, qo_indptr, kv_indptr, indices, last_page_len) in enumerate(arrays):
             wrapper.plan(
-                *given,
+                qo_indptr,
+                kv_indptr,
+                indices,
+                last_page_len,
                 num_qo_heads,
                 num_kv_heads,
                 head_dim,
@@ -114,7 +117,7 @@ class MultiLevelCascadeAttentionWrapper:
     begin_forward = plan
 
     def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
-        """q `[rows, num_qo_heads, head_dim]`, a cache as paged prefill takes it; out like q."""
+        """Q `[rows, num_qo_heads, head_dim]`, a cache as paged prefill takes it; out like q."""
         *shared, own = self._batch_prefill_wrappers
         out, lse = own.run(q, paged_kv_cache, return_lse=True)
         for wrapper in shared:

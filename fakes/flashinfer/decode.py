@@ -1,4 +1,4 @@
-"""`flashinfer.decode`: batch decode over a paged KV cache, on CUDA cores or by the prefill kernel on tensor cores."""
+"""`flashinfer.decode`: batch decode over a paged KV cache, on CUDA cores or on tensor cores (as fa2)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ _PLAN_NAMES = ("indptr", "indices", "last_page_len")
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     """One query row per request over a paged KV cache.
 
-    q `[batch_size, num_qo_heads, head_dim]`; caches NHD `[pages, page_size, num_kv_heads, head_dim]` or HND, a tuple
-    or one tensor with K and V stacked in dimension 1; out like q; LSE float32 `[batch_size, num_qo_heads]`, base 2.
+    q `[batch_size, num_qo_heads, head_dim]`; caches NHD `[pages, page_size, num_kv_heads, head_dim]` or HND,
+    a tuple
+    or one tensor with K and V stacked in dimension 1; out like q; LSE float32 `[batch_size, num_qo_heads]`,
+    base 2.
     """
 
     _name = "BatchDecodeWithPagedKVCacheWrapper"
@@ -93,10 +95,17 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             with cuda.paused():
                 self._qo_indptr_buf = cuda.adopt(torch.arange(self._fixed_batch_size + 1, dtype=torch.int32))
         self._record(
-            "", "create",
-            {"float_workspace_buffer": float_workspace_buffer, "kv_layout": kv_layout,
-             "use_cuda_graph": use_cuda_graph, "use_tensor_cores": use_tensor_cores, "backend": backend, **buffers},
-        )  # fmt: skip
+            "",
+            "create",
+            {
+                "float_workspace_buffer": float_workspace_buffer,
+                "kv_layout": kv_layout,
+                "use_cuda_graph": use_cuda_graph,
+                "use_tensor_cores": use_tensor_cores,
+                "backend": backend,
+                **buffers,
+            },
+        )
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -142,12 +151,26 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         with cuda.paused():
             batch_size = last_page_len.shape[0]
         call = self._record(
-            "plan", "plan",
-            {"indptr": indptr, "indices": indices, "last_page_len": last_page_len, "num_qo_heads": num_qo_heads,
-             "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size, "window_left": window_left,
-             "logits_soft_cap": logits_soft_cap, "q_data_type": q_dtype, "kv_data_type": kv_dtype,
-             "o_data_type": o_dtype, "sm_scale": sm_scale, "seq_lens": seq_lens, "block_tables": block_tables},
-        )  # fmt: skip
+            "plan",
+            "plan",
+            {
+                "indptr": indptr,
+                "indices": indices,
+                "last_page_len": last_page_len,
+                "num_qo_heads": num_qo_heads,
+                "num_kv_heads": num_kv_heads,
+                "head_dim": head_dim,
+                "page_size": page_size,
+                "window_left": window_left,
+                "logits_soft_cap": logits_soft_cap,
+                "q_data_type": q_dtype,
+                "kv_data_type": kv_dtype,
+                "o_data_type": o_dtype,
+                "sm_scale": sm_scale,
+                "seq_lens": seq_lens,
+                "block_tables": block_tables,
+            },
+        )
         self._fill_buffers(indptr, indices, last_page_len, batch_size, non_blocking)
         with cuda.paused():
             record = rules.strict()
@@ -169,16 +192,29 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             check_compiled(q_dtype, kv_dtype, o_dtype)
             if kernel == "cuda_core" and indptr.dtype is not torch.int32:
                 raise RuntimeError(
-                    f"Ninja build failed: batch decode has no variant with {indptr.dtype} indices (paged_kv_indptr)"
+                    f"Ninja build failed: batch decode has no variant with {indptr.dtype} indices "
+                    "(paged_kv_indptr)"
                 )
             cap = logits_soft_cap or 0.0
             plan = Plan(
-                kernel=kernel, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-                page_size=page_size, qo=list(range(batch_size + 1)), kv=[], capped=cap > 0,
-                windowed=window_left != -1, window_left=window_left, graph=self._use_cuda_graph,
-                total_rows=batch_size, fixed_split=fixed_split_size or -1, disable_split=disable_split_kv,
-                q_dtype=q_dtype, kv_dtype=kv_dtype, qo_last=batch_size,
-            )  # fmt: skip
+                kernel=kernel,
+                num_qo_heads=num_qo_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                page_size=page_size,
+                qo=list(range(batch_size + 1)),
+                kv=[],
+                capped=cap > 0,
+                windowed=window_left != -1,
+                window_left=window_left,
+                graph=self._use_cuda_graph,
+                total_rows=batch_size,
+                fixed_split=fixed_split_size or -1,
+                disable_split=disable_split_kv,
+                q_dtype=q_dtype,
+                kv_dtype=kv_dtype,
+                qo_last=batch_size,
+            )
             if kernel == "cuda_core":
                 plan.kv = read_decode_indptr(indptr, batch_size)
                 make_decode(plan, self._float_workspace_buffer)
@@ -220,7 +256,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             return
         if batch_size != self._fixed_batch_size:
             raise ValueError(
-                f"The batch size should be fixed in cudagraph mode, the runtime batch size {batch_size}  mismatches "
+                f"The batch size should be fixed in cudagraph mode, the runtime batch size {batch_size}  "
+                "mismatches "
                 f"the batch size set during initialization {self._fixed_batch_size}"
             )
         if len(indices) > len(self._paged_kv_indices_buf):
@@ -291,19 +328,35 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             elif return_lse and lse is not None:
                 check_buffer(lse, shape[:2], torch.float32, q, "lse")
             call = paged_run.record_run(
-                self, q, paged_kv_cache, plan, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-                window_left=window_left, return_lse=return_lse, sinks=sinks,
-            )  # fmt: skip
+                self,
+                q,
+                paged_kv_cache,
+                plan,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                window_left=window_left,
+                return_lse=return_lse,
+                sinks=sinks,
+            )
             heads, page_size = (1, 2) if self._kv_layout == "HND" else (2, 1)
             self._check_order(plan, q, k.shape[heads], k.shape[page_size])
             launch = paged_run.launch_of(self, plan, call, k, q_scale, k_scale, v_scale, causal=False)
             if plan.kernel == "cuda_core":
                 self._check_cuda_core()
         paged_run.paged_kernel(
-            launch, q, k, v, self._qo_indptr_buf if plan.kernel != "cuda_core" else None,
-            self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf,
-            self._int_workspace_buffer, out, lse if return_lse else None,
-        )  # fmt: skip
+            launch,
+            q,
+            k,
+            v,
+            self._qo_indptr_buf if plan.kernel != "cuda_core" else None,
+            self._paged_kv_indptr_buf,
+            self._paged_kv_indices_buf,
+            self._paged_kv_last_page_len_buf,
+            self._int_workspace_buffer,
+            out,
+            lse if return_lse else None,
+        )
         return (out, lse) if return_lse else out
 
     def _check_rows(self, rows: int, plan: Plan) -> None:
@@ -317,7 +370,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             )
         if plan.kernel != "cuda_core" and per_request != 1:
             raise ValueError(
-                f"q implies q_len_per_req={per_request} but plan() used 1; re-plan with the matching q_len_per_req."
+                f"q implies q_len_per_req={per_request} but plan() used 1; re-plan with the matching "
+                "q_len_per_req."
             )
 
     def _check_cuda_core(self) -> None:

@@ -1,4 +1,4 @@
-"""What FlashInfer's kernels compute from device memory: spans as they read them, numbers, and how rows end."""
+"""What FlashInfer's kernels compute: numbers for the spans that they read, and how rows end."""
 
 from __future__ import annotations
 
@@ -69,10 +69,21 @@ def execute(
         q = torch.cat((q, q.new_zeros(missing, *q.shape[1:])))
     if launch.call is not None:
         launch.call.attended = Attended(
-            q, k, v, launch.layout, launch.page_size, tuple(spans), launch.causal and custom is None,
-            launch.window_left, -1, launch.soft_cap, launch.scale * launch.q_scale,
-            None if custom is None else tuple(custom), launch.k_scale, launch.v_scale,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            launch.layout,
+            launch.page_size,
+            tuple(spans),
+            launch.causal and custom is None,
+            launch.window_left,
+            -1,
+            launch.soft_cap,
+            launch.scale * launch.q_scale,
+            None if custom is None else tuple(custom),
+            launch.k_scale,
+            launch.v_scale,
+        )
     seen = custom
     if launch.tile_window >= 0 or launch.blind:
         seen = _tile_masks(launch, spans, q.shape[1] // _kv_heads(k, launch.layout))
@@ -96,7 +107,9 @@ def execute(
     exact, exact_lse = _placed(plan, spans, exact, exact_lse)
     if missing > 0:
         exact, exact_lse = exact[:rows].copy(), exact_lse[:rows].copy()
-    idle = np.isnan(exact_lse).all(axis=1) if numbers.uncovered(spans, rows) is not None else None
+    idle: np.ndarray | None = None
+    if numbers.uncovered(spans, rows) is not None:
+        idle = np.asarray(np.isnan(exact_lse).all(axis=1))
     if idle is not None and launch.zeroed:
         exact[idle] = 0.0
         idle = None
@@ -117,7 +130,7 @@ def _end_empty_rows(
     out: np.ndarray,
     lse: np.ndarray,
 ) -> None:
-    """Before 0.7.4 masked scores are finite: rows without keys end in a sentinel, and fa3 averages its tiles."""
+    """Before 0.7.4 masked scores are finite: empty rows end in a sentinel, and fa3 averages its tiles."""
     if releases.at_least("flashinfer", "0.7.4") or not np.isneginf(lse).any():
         return
     lonely = np.isneginf(lse[:, 0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -32,14 +33,14 @@ def packed(mask: torch.Tensor, elements: np.ndarray) -> tuple[torch.Tensor, torc
     flat = cuda.host(mask).reshape(-1).numpy().astype(np.bool_)
     if flat.size < elements[-1]:
         flat = np.concatenate((flat, np.zeros(int(elements[-1]) - flat.size, np.bool_)))
-    blocks = [np.packbits(flat[a:b], bitorder="little") for a, b in zip(elements, elements[1:], strict=False)]
+    blocks = [np.packbits(flat[a:b], bitorder="little") for a, b in pairwise(elements)]
     offsets = np.cumsum([0, *(block.size for block in blocks)]).astype(np.int32)
     bits = np.concatenate(blocks) if blocks else np.empty(0, np.uint8)
     return torch.from_numpy(bits), torch.from_numpy(offsets)
 
 
 def unpacked(bits: torch.Tensor, offsets: np.ndarray, spans: Sequence[Span]) -> list[np.ndarray]:
-    """One bool `[qo_len, kv_len]` per span, as the kernel finds it: from byte `offsets[i]`, rows of kv_len bits."""
+    """One bool `[qo_len, kv_len]` per span, as the kernel finds it: bit by bit from byte `offsets[i]`."""
     memory = bits.view(torch.uint8).reshape(-1).numpy()
     masks = []
     for i, span in enumerate(spans):

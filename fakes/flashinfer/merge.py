@@ -1,7 +1,7 @@
 """Merging attention states (v, s): s is a log-sum-exp in base 2.
 
-Before 0.7.4 two empty states (-inf) give NaN in the pairwise kernels, and the list kernel starts from a finite
-sentinel; from 0.7.4 on an empty state is neutral.
+Before 0.7.4 two empty states (-inf) give NaN in the pairwise kernels, and the list kernel starts from a
+finite sentinel; from 0.7.4 on an empty state is neutral.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fakes.flashinfer.wrapper import LIBRARY, check_on_device, poisoned
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two states. v `[rows, num_heads, head_dim]`, s float32 `[rows, num_heads]`; new tensors of these shapes."""
+    """Merge two states into new tensors: v `[rows, num_heads, head_dim]`, s float32 `[rows, num_heads]`."""
     with cuda.paused():
         check_on_device(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
         _record("merge_state", v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
@@ -48,13 +48,16 @@ def merge_state_in_place(
             target = cuda.adopt(cuda.host(s).to(torch.float32))
             if record is not None:
                 record.find(
-                    "fi.merge-dtype", "arrays", "s", f"s is {s.dtype}, must be torch.float32: it is not updated"
+                    "fi.merge-dtype",
+                    "arrays",
+                    "s",
+                    f"s is {s.dtype}, must be torch.float32: it is not updated",
                 )
     _pair_kernel(v, target, v_other, s_other, v, target, mask)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge lists of states. v `[rows, num_states, num_heads, head_dim]`, s `[rows, num_states, num_heads]`."""
+    """Merge lists of states: v `[rows, states, num_heads, head_dim]`, s `[rows, states, num_heads]`."""
     with cuda.paused():
         check_on_device(v=v, s=s)
         _record("merge_states", v=v, s=s)

@@ -33,7 +33,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
     """Multi-head latent attention: one latent key per token, which is its value, too.
 
     q_nope `[rows, num_heads, head_dim_ckv]`, q_pe `[rows, num_heads, head_dim_kpe]`, ckv_cache
-    `[pages, page_size, head_dim_ckv]`, kpe_cache `[pages, page_size, head_dim_kpe]`; out like q_nope; LSE float32
+    `[pages, page_size, head_dim_ckv]`, kpe_cache `[pages, page_size, head_dim_kpe]`; out like q_nope; LSE
+    float32
     `[rows, num_heads]`, base 2 unless `return_lse_base_on_e`. Lengths come from `kv_len_arr` of the plan.
     """
 
@@ -57,10 +58,18 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         self._kv_indices_buf: Any = kv_indices
         self._kv_len_arr_buf: Any = kv_len_arr
         self._record(
-            "", "create",
-            {"float_workspace_buffer": float_workspace_buffer, "use_cuda_graph": use_cuda_graph, "backend": backend,
-             "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr},
-        )  # fmt: skip
+            "",
+            "create",
+            {
+                "float_workspace_buffer": float_workspace_buffer,
+                "use_cuda_graph": use_cuda_graph,
+                "backend": backend,
+                "qo_indptr": qo_indptr,
+                "kv_indptr": kv_indptr,
+                "kv_indices": kv_indices,
+                "kv_len_arr": kv_len_arr,
+            },
+        )
 
     def plan(
         self,
@@ -87,16 +96,29 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         with cuda.paused():
             batch_size = qo_indptr.shape[0] - 1
         call = self._record(
-            "plan", "plan",
-            {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr,
-             "num_heads": num_heads, "head_dim_ckv": head_dim_ckv, "head_dim_kpe": head_dim_kpe,
-             "page_size": page_size, "causal": causal, "sm_scale": sm_scale, "q_data_type": q_data_type,
-             "kv_data_type": kv_data_type},
-        )  # fmt: skip
+            "plan",
+            "plan",
+            {
+                "qo_indptr": qo_indptr,
+                "kv_indptr": kv_indptr,
+                "kv_indices": kv_indices,
+                "kv_len_arr": kv_len_arr,
+                "num_heads": num_heads,
+                "head_dim_ckv": head_dim_ckv,
+                "head_dim_kpe": head_dim_kpe,
+                "page_size": page_size,
+                "causal": causal,
+                "sm_scale": sm_scale,
+                "q_data_type": q_data_type,
+                "kv_data_type": kv_data_type,
+            },
+        )
         with cuda.paused():
             record = rules.strict()
             if record is not None:
-                self._check_arrays(record, qo_indptr, kv_indptr, kv_indices, kv_len_arr, batch_size, page_size)
+                self._check_arrays(
+                    record, qo_indptr, kv_indptr, kv_indices, kv_len_arr, batch_size, page_size
+                )
             check_compiled(q_data_type, kv_data_type)
         if self._use_cuda_graph:
             self._qo_indptr_buf.copy_(qo_indptr, non_blocking=True)
@@ -114,12 +136,20 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 if b < a:
                     raise RuntimeError(f"qo_indptr[{i + 1}]{b} - qo_indptr[{i}]{a} should be non-negative")
             plan = Plan(
-                kernel="fa3" if self._backend == "fa3" else "fa2", num_qo_heads=num_heads, num_kv_heads=1,
-                head_dim=head_dim_ckv, page_size=page_size, qo=qo,
-                kv=first(words(kv_indptr), batch_size + 1, "kv_indptr"), capped=False, windowed=False,
-                kv_lens=first(words(kv_len_arr), batch_size, "kv_len_arr"), q_dtype=q_data_type,
-                kv_dtype=kv_data_type, qo_last=qo[-1],
-            )  # fmt: skip
+                kernel="fa3" if self._backend == "fa3" else "fa2",
+                num_qo_heads=num_heads,
+                num_kv_heads=1,
+                head_dim=head_dim_ckv,
+                page_size=page_size,
+                qo=qo,
+                kv=first(words(kv_indptr), batch_size + 1, "kv_indptr"),
+                capped=False,
+                windowed=False,
+                kv_lens=first(words(kv_len_arr), batch_size, "kv_len_arr"),
+                q_dtype=q_data_type,
+                kv_dtype=kv_data_type,
+                qo_last=qo[-1],
+            )
         self._keep_plan(plan, call)
         self._causal, self._page_size, self._sm_scale = causal, page_size, sm_scale
 
@@ -142,22 +172,30 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             return
         if lens.size != batch_size:
             record.find(
-                "fi.kv-len", "arrays", "kv_len_arr",
+                "fi.kv-len",
+                "arrays",
+                "kv_len_arr",
                 f"kv_len_arr has {lens.size} entries, must have one for each of {batch_size} requests",
-            )  # fmt: skip
+            )
             return
         need = -(-lens // page_size)
         if (need > np.diff(starts)).any():
             i = int((need > np.diff(starts)).argmax())
             record.find(
-                "fi.kv-len", "arrays", "kv_len_arr",
-                f"kv_len_arr[{i}] is {lens[i]}, request {i} has {starts[i + 1] - starts[i]} pages of {page_size}", i,
-            )  # fmt: skip
+                "fi.kv-len",
+                "arrays",
+                "kv_len_arr",
+                f"kv_len_arr[{i}] is {lens[i]}, request {i} has {starts[i + 1] - starts[i]} pages of "
+                f"{page_size}",
+                i,
+            )
         if starts[-1] > ids.size:
             record.find(
-                "fi.indices-short", "arrays", "kv_indices",
+                "fi.indices-short",
+                "arrays",
+                "kv_indices",
                 f"kv_indices has {ids.size} entries, kv_indptr[-1] is {starts[-1]}: what lies behind is read",
-            )  # fmt: skip
+            )
 
     def run(
         self,
@@ -189,16 +227,34 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             elif return_lse and lse is not None:
                 check_buffer(lse, shape, torch.float32, q_nope, "lse")
             call = self._record(
-                "run", "attend",
-                {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache,
-                 "return_lse": return_lse, "return_lse_base_on_e": return_lse_base_on_e},
+                "run",
+                "attend",
+                {
+                    "q_nope": q_nope,
+                    "q_pe": q_pe,
+                    "ckv_cache": ckv_cache,
+                    "kpe_cache": kpe_cache,
+                    "return_lse": return_lse,
+                    "return_lse_base_on_e": return_lse_base_on_e,
+                },
                 plan,
-            )  # fmt: skip
+            )
             self._check_order(plan, q_nope, 1, ckv_cache.shape[1])
         _kernel(
-            plan, call, self._causal, float(self._sm_scale), return_lse_base_on_e, q_nope, q_pe, ckv_cache, kpe_cache,
-            self._kv_indices_buf, self._int_workspace_buffer, out, lse if return_lse else None,
-        )  # fmt: skip
+            plan,
+            call,
+            self._causal,
+            float(self._sm_scale),
+            return_lse_base_on_e,
+            q_nope,
+            q_pe,
+            ckv_cache,
+            kpe_cache,
+            self._kv_indices_buf,
+            self._int_workspace_buffer,
+            out,
+            lse if return_lse else None,
+        )
         return (out, lse) if return_lse else out
 
 
@@ -261,7 +317,9 @@ def _spans(plan: Plan, pages: np.ndarray, num_pages: int) -> list[Span]:
         tokens = np.arange(max(length, 0))
         entry = plan.kv[i] + tokens // plan.page_size
         if length > 0 and int(entry[-1]) >= pages.size:
-            raise UndefinedRead(f"kv_indices[{pages.size}] is read for request {i}, the array has {pages.size} entries")
+            raise UndefinedRead(
+                f"kv_indices[{pages.size}] is read for request {i}, the array has {pages.size} entries"
+            )
         page = pages[entry].astype(np.int64)
         if length > 0 and (int(page.min()) < 0 or int(page.max()) >= num_pages):
             worst = int(page[(page < 0) | (page >= num_pages)][0])

@@ -1,4 +1,4 @@
-"""The launch behind `run` of the paged wrappers: what the compiled kernel makes of plan, `forward` and `run`."""
+"""The launch behind `run` of the paged wrappers: what the compiled kernel makes of its arguments."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from fakes.flashinfer.wrapper import Wrapper, cache_record, plan_survives, repor
 from fakes.recorder import Call
 
 
-def set_late(wrapper: Any, window_left: int, logits_soft_cap: float | None, sm_scale: float | None) -> tuple[str, ...]:
-    """What `forward` does: replace the plan's values. Returns which of them come too late for the compiled kernel."""
+def set_late(
+    wrapper: Any, window_left: int, logits_soft_cap: float | None, sm_scale: float | None
+) -> tuple[str, ...]:
+    """Replace the plan's values, as `forward` does; say which come too late for the compiled kernel."""
     wrapper._window_left = window_left
     wrapper._logits_soft_cap = logits_soft_cap or 0.0
     wrapper._sm_scale = sm_scale
@@ -45,9 +47,11 @@ def record_run(
     if late and record.strict and plan.warned is None:
         for name in late:
             rules.order(
-                record, f"fi.late-{name.replace('_', '-')}", name,
+                record,
+                f"fi.late-{name.replace('_', '-')}",
+                name,
                 f"{name} at forward() is not what plan() compiled the kernel for: give it to plan()",
-            )  # fmt: skip
+            )
     for name in ("sinks",):
         if given.get(name) is not None and record.strict:
             record.find("fi.ignored", "arrays", name, f"{name} is not read by backend {wrapper._backend}")
@@ -78,12 +82,12 @@ def launch_of(
     scale = wrapper._sm_scale if wrapper._sm_scale is not None else k.shape[-1] ** -0.5
     if plan.capped and cap == 0.0:
         scale = 0.0  # cap * tanh(score / cap) for a cap of 0
-    layout = layout or wrapper._kv_layout
+    form: str = layout or wrapper._kv_layout
     return Launch(
         plan=plan,
         call=call,
-        layout=layout,
-        page_size=k.shape[2] if layout == "HND" else k.shape[1] if layout == "NHD" else 1,
+        layout=form,
+        page_size=k.shape[2] if form == "HND" else k.shape[1] if form == "NHD" else 1,
         causal=causal,
         window_left=max(window, -1),
         soft_cap=float(cap),

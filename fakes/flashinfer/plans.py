@@ -28,8 +28,10 @@ GROUPS = {"0.6.6": (1, 2, 3, 4, 8), "0.7.4": (1, 2, 3, 4, 6, 8, 16)}
 class Plan:
     """What a plan leaves on the host: never read again from the arrays that it was made of.
 
-    `qo`, `kv` are the indptr arrays as the planner read them; `kv_lens` is what fa3 computes with (fa2 and CUDA cores
-    derive lengths on the device). `capped`, `windowed`: whether the kernel was built with a soft cap, a window.
+    `qo`, `kv` are the indptr arrays as the planner read them; `kv_lens` is what fa3 computes with (fa2 and
+    CUDA cores
+    derive lengths on the device). `capped`, `windowed`: whether the kernel was built with a soft cap, a
+    window.
     """
 
     kernel: Kernel
@@ -126,7 +128,9 @@ def check_group(num_qo_heads: int, num_kv_heads: int) -> None:
         raise RuntimeError(f"Unsupported group_size: {group}")
 
 
-def read_host(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, batch_size: int) -> tuple[list[int], list[int]]:
+def read_host(
+    qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, batch_size: int
+) -> tuple[list[int], list[int]]:
     """The two indptr arrays as the prefill planner reads them: in the width that kv_indptr's dtype compiles.
 
     Raises:
@@ -184,23 +188,27 @@ def read_decode_indptr(indptr: torch.Tensor, batch_size: int) -> list[int]:
     """kv_indptr as the CUDA-core planner reads it: one entry more than `last_page_len` has.
 
     Raises:
-        WouldCrash: an array without its leading 0 for one request: the planner divides by what lies behind it.
+        WouldCrash: an array without its leading 0 for one request: the planner divides by what lies behind
+        it.
         UndefinedRead: any other array that is too short.
     """
     array = words(indptr)
     if array.size == 1 and batch_size == 1:
         if releases.at_least("flashinfer", "0.7.4"):
             raise illegal_access("indptr[1] is read, the array has 1 entry")
-        raise WouldCrash("SIGFPE: indptr[1] is read, the array has 1 entry, and the planner divides by the result")
+        raise WouldCrash(
+            "SIGFPE: indptr[1] is read, the array has 1 entry, and the planner divides by the result"
+        )
     if array.size < batch_size + 1:
         raise UndefinedRead(
-            f"indptr[{array.size}] is read, but the array has {array.size} entries for a batch of {batch_size}"
+            f"indptr[{array.size}] is read, but the array has {array.size} entries for a batch of "
+            f"{batch_size}"
         )
     return array[: batch_size + 1].tolist()
 
 
 def longest(lengths: torch.Tensor) -> int:
-    """Largest length, by the call that the release makes: `max()` fails on no lengths at all in its own way."""
+    """Largest length, by the call that the release makes: each fails on no lengths in its own way."""
     if lengths.numel():
         return int(lengths.max())
     return int(lengths.max()) if releases.at_least("flashinfer", "0.7.4") else int(max(lengths))
@@ -208,6 +216,4 @@ def longest(lengths: torch.Tensor) -> int:
 
 def _check_rise(name: str, indptr: Sequence[int], i: int) -> None:
     if indptr[i + 1] < indptr[i]:
-        raise RuntimeError(
-            f"{name}[{i + 1}]{indptr[i + 1]} - {name}[{i}]{indptr[i]} should be non-negative"
-        )
+        raise RuntimeError(f"{name}[{i + 1}]{indptr[i + 1]} - {name}[{i}]{indptr[i]} should be non-negative")

@@ -1,4 +1,4 @@
-"""`flashinfer.prefill`: batch prefill (append) over a paged KV cache; ragged and single prefill live beside it."""
+"""`flashinfer.prefill`: batch prefill over a paged KV cache; ragged and single prefill lie beside it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _KV_NAMES = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     """Several query rows per request over a paged KV cache, causal rows aligned bottom right.
 
-    q `[qo_indptr[-1], num_qo_heads, head_dim_qk]`; caches as in decode; out `[rows, num_qo_heads, head_dim_vo]`;
-    LSE float32 `[rows, num_qo_heads]`, base 2.
+    q `[qo_indptr[-1], num_qo_heads, head_dim_qk]`; caches as in decode; out `[rows, num_qo_heads,
+    head_dim_vo]`; LSE float32 `[rows, num_qo_heads]`, base 2.
     """
 
     _name = "BatchPrefillWithPagedKVCacheWrapper"
@@ -94,11 +94,18 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         self._max_total_num_rows: int | None = None
         self._block_tables: torch.Tensor | None = None
         self._record(
-            "", "create",
-            {"float_workspace_buffer": float_workspace_buffer, "kv_layout": kv_layout,
-             "use_cuda_graph": use_cuda_graph, "backend": backend, "custom_mask_buf": custom_mask_buf,
-             "mask_indptr_buf": mask_indptr_buf, **buffers},
-        )  # fmt: skip
+            "",
+            "create",
+            {
+                "float_workspace_buffer": float_workspace_buffer,
+                "kv_layout": kv_layout,
+                "use_cuda_graph": use_cuda_graph,
+                "backend": backend,
+                "custom_mask_buf": custom_mask_buf,
+                "mask_indptr_buf": mask_indptr_buf,
+                **buffers,
+            },
+        )
 
     def plan(
         self,
@@ -144,10 +151,13 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         """
         check_positions(pos_encoding_mode)
         refuse_uncomputed(
-            use_fp16_qk_reduction=use_fp16_qk_reduction, prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr, max_item_len_ptr=max_item_len_ptr,
-            max_token_per_sequence=max_token_per_sequence, max_sequence_kv=max_sequence_kv,
-        )  # fmt: skip
+            use_fp16_qk_reduction=use_fp16_qk_reduction,
+            prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr,
+            max_item_len_ptr=max_item_len_ptr,
+            max_token_per_sequence=max_token_per_sequence,
+            max_sequence_kv=max_sequence_kv,
+        )
         q_dtype = dtype_of(q_data_type)
         kv_dtype = dtype_of(kv_data_type) if kv_data_type is not None else q_dtype
         o_dtype = dtype_of(o_data_type) if o_data_type is not None else q_dtype
@@ -156,24 +166,49 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         with cuda.paused():
             batch_size, num_indices = qo_indptr.shape[0] - 1, paged_kv_indices.shape[0]
         call = self._record(
-            "plan", "plan",
-            {"qo_indptr": qo_indptr, "paged_kv_indptr": paged_kv_indptr, "paged_kv_indices": paged_kv_indices,
-             "paged_kv_last_page_len": paged_kv_last_page_len, "num_qo_heads": num_qo_heads,
-             "num_kv_heads": num_kv_heads, "head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo,
-             "page_size": page_size, "custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask,
-             "causal": causal, "sm_scale": sm_scale, "window_left": window_left,
-             "logits_soft_cap": logits_soft_cap, "q_data_type": q_dtype, "kv_data_type": kv_dtype,
-             "o_data_type": o_dtype, "seq_lens": seq_lens, "seq_lens_q": seq_lens_q, "block_tables": block_tables},
-        )  # fmt: skip
+            "plan",
+            "plan",
+            {
+                "qo_indptr": qo_indptr,
+                "paged_kv_indptr": paged_kv_indptr,
+                "paged_kv_indices": paged_kv_indices,
+                "paged_kv_last_page_len": paged_kv_last_page_len,
+                "num_qo_heads": num_qo_heads,
+                "num_kv_heads": num_kv_heads,
+                "head_dim_qk": head_dim_qk,
+                "head_dim_vo": head_dim_vo,
+                "page_size": page_size,
+                "custom_mask": custom_mask,
+                "packed_custom_mask": packed_custom_mask,
+                "causal": causal,
+                "sm_scale": sm_scale,
+                "window_left": window_left,
+                "logits_soft_cap": logits_soft_cap,
+                "q_data_type": q_dtype,
+                "kv_data_type": kv_dtype,
+                "o_data_type": o_dtype,
+                "seq_lens": seq_lens,
+                "seq_lens_q": seq_lens_q,
+                "block_tables": block_tables,
+            },
+        )
         with cuda.paused():
             host_qo = cuda.host(qo_indptr)
             record = rules.strict()
             if record is not None:
-                rules.indptr(record, "qo_indptr", rules.array(record, "qo_indptr", qo_indptr), batch_size, "rows")
+                rules.indptr(
+                    record, "qo_indptr", rules.array(record, "qo_indptr", qo_indptr), batch_size, "rows"
+                )
                 rules.pages(
-                    record, _KV_NAMES, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
-                    paged_kv_last_page_len.shape[0], page_size, seq_lens,
-                )  # fmt: skip
+                    record,
+                    _KV_NAMES,
+                    paged_kv_indptr,
+                    paged_kv_indices,
+                    paged_kv_last_page_len,
+                    paged_kv_last_page_len.shape[0],
+                    page_size,
+                    seq_lens,
+                )
             mask = self._packed_mask(
                 qo_indptr, paged_kv_indptr, paged_kv_last_page_len, page_size, custom_mask, packed_custom_mask
             )
@@ -188,7 +223,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                 lengths = lengths.to(torch.int32)
             longest(lengths)
         self._check_graph(total_rows, batch_size, num_indices)
-        self._fill_buffers(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, mask, non_blocking)
+        self._fill_buffers(
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, mask, non_blocking
+        )
         with cuda.paused():
             # before 0.7.4 the backend that "auto" found at the first plan stays
             wanted = self._requested_backend if releases.at_least("flashinfer", "0.7.4") else self._backend
@@ -196,12 +233,24 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             self._backend = resolve_backend(wanted, q_dtype, kv_dtype, masked, max_q_len)
             check_compiled(q_dtype, kv_dtype, o_dtype)
             plan = Plan(
-                kernel=self._backend, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim_vo,
-                page_size=page_size, qo=[], kv=[], capped=cap > 0, windowed=window_left >= 0,
-                window_left=window_left, graph=self._use_cuda_graph,
-                total_rows=self._max_total_num_rows or total_rows, fixed_split=fixed_split_size or -1,
-                disable_split=disable_split_kv, q_dtype=q_dtype, kv_dtype=kv_dtype, qo_last=total_rows,
-            )  # fmt: skip
+                kernel=self._backend,
+                num_qo_heads=num_qo_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim_vo,
+                page_size=page_size,
+                qo=[],
+                kv=[],
+                capped=cap > 0,
+                windowed=window_left >= 0,
+                window_left=window_left,
+                graph=self._use_cuda_graph,
+                total_rows=self._max_total_num_rows or total_rows,
+                fixed_split=fixed_split_size or -1,
+                disable_split=disable_split_kv,
+                q_dtype=q_dtype,
+                kv_dtype=kv_dtype,
+                qo_last=total_rows,
+            )
             plan.qo, plan.kv = read_host(qo_indptr, paged_kv_indptr, batch_size)
             make_prefill(plan, self._float_workspace_buffer, lengths)
         self._keep_plan(plan, call)
@@ -232,9 +281,12 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         if packed_mask is not None:
             if record is not None and len(elements) > 2:
                 record.find(
-                    "fi.packed-mask-offset", "arrays", "packed_custom_mask",
-                    "packed_custom_mask is read at byte offsets that count its elements: right for one request only",
-                )  # fmt: skip
+                    "fi.packed-mask-offset",
+                    "arrays",
+                    "packed_custom_mask",
+                    "packed_custom_mask is read at byte offsets that count its elements: right for one "
+                    "request only",
+                )
             return cuda.host(packed_mask), torch.from_numpy(elements.astype("int32"))
         assert custom_mask is not None
         if record is not None:
@@ -248,13 +300,16 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             self._max_total_num_rows = total_rows
         elif total_rows > self._max_total_num_rows:
             raise ValueError(
-                f"The total number of rows in qo_indptr {total_rows} in cuda graph mode cannot exceed the number of "
+                f"The total number of rows in qo_indptr {total_rows} in cuda graph mode cannot exceed "
+                "the number of "
                 f"rows set during initialization {self._max_total_num_rows}."
             )
         if batch_size != self._fixed_batch_size:
             raise ValueError(
-                "The batch size should be fixed during the lifecycle of the wrapper in cuda graph mode, the runtime "
-                f"batch size {batch_size} mismatches the batch size {self._fixed_batch_size}  set during initialization."
+                "The batch size should be fixed during the lifecycle of the wrapper in cuda graph mode, "
+                "the runtime "
+                f"batch size {batch_size} mismatches the batch size {self._fixed_batch_size}  set during "
+                "initialization."
             )
         if num_indices > len(self._paged_kv_indices_buf):
             raise ValueError("The length of paged_kv_indices exceeds the allocated buffer size.")
@@ -278,7 +333,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             for name in ("custom_mask_buf", "mask_indptr_buf"):
                 if not torch.is_tensor(getattr(self, f"_{name}")):
                     raise ValueError(
-                        f"{name} must be initialized with a torch.Tensor in cuda graph mode if we use custom mask in "
+                        f"{name} must be initialized with a torch.Tensor in cuda graph mode if we use "
+                        "custom mask in "
                         "attention computation."
                     )
             self._custom_mask_buf[: len(mask[0])].copy_(mask[0])
@@ -291,7 +347,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         self._custom_mask_buf = self._mask_indptr_buf = None
         if mask is not None:
             with cuda.paused():
-                self._custom_mask_buf, self._mask_indptr_buf = cuda.adopt(mask[0].clone()), cuda.adopt(mask[1])
+                self._custom_mask_buf, self._mask_indptr_buf = (
+                    cuda.adopt(mask[0].clone()),
+                    cuda.adopt(mask[1]),
+                )
 
     begin_forward = plan
 
@@ -346,13 +405,15 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             assert plan is not None
             if releases.at_least("flashinfer", "0.7.4") and q.shape[0] != plan.qo_last:
                 raise ValueError(
-                    f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({plan.qo_last}). For paged prefill, q "
+                    f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({plan.qo_last}). For paged "
+                    "prefill, q "
                     "must have shape [total_tokens, num_heads, head_dim] where total_tokens = qo_indptr[-1]."
                 )
             o_dtype = self._cached_o_data_type
             if out is not None and out.dtype != o_dtype:
                 raise ValueError(
-                    f"The dtype of out {out.dtype} does not match the o_data_type {o_dtype} specified in plan function."
+                    f"The dtype of out {out.dtype} does not match the o_data_type {o_dtype} specified in "
+                    "plan function."
                 )
             assert window_left is None or window_left == self._window_left
             check_on_device(q=q, paged_kv_cache=k)
@@ -367,25 +428,44 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             elif return_lse and lse is not None:
                 check_buffer(lse, shape[:2], torch.float32, q, "lse")
             call = paged_run.record_run(
-                self, q, paged_kv_cache, plan, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-                window_left=window_left, return_lse=return_lse, sinks=sinks,
-            )  # fmt: skip
+                self,
+                q,
+                paged_kv_cache,
+                plan,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                window_left=window_left,
+                return_lse=return_lse,
+                sinks=sinks,
+            )
             heads, page_size = (1, 2) if self._kv_layout == "HND" else (2, 1)
             self._check_order(plan, q, k.shape[heads], k.shape[page_size])
             masked = self._custom_mask_buf is not None
             if masked and plan.kernel == "fa3":
                 raise RuntimeError(
-                    "BatchPrefillWithPagedKVCacheSM90Run failed with error: operation not supported (custom mask)"
+                    "BatchPrefillWithPagedKVCacheSM90Run failed with error: operation not supported "
+                    "(custom mask)"
                 )
             causal = self._causal and not masked
             launch = paged_run.launch_of(self, plan, call, k, q_scale, k_scale, v_scale, causal=causal)
             record = recorder.current()
             launch.zeroed = fresh and not (record is not None and record.strict)
         paged_run.paged_kernel(
-            launch, q, k, v, self._qo_indptr_buf, self._paged_kv_indptr_buf, self._paged_kv_indices_buf,
-            self._paged_kv_last_page_len_buf, self._int_workspace_buffer, out, lse if return_lse else None,
-            self._custom_mask_buf, self._mask_indptr_buf,
-        )  # fmt: skip
+            launch,
+            q,
+            k,
+            v,
+            self._qo_indptr_buf,
+            self._paged_kv_indptr_buf,
+            self._paged_kv_indices_buf,
+            self._paged_kv_last_page_len_buf,
+            self._int_workspace_buffer,
+            out,
+            lse if return_lse else None,
+            self._custom_mask_buf,
+            self._mask_indptr_buf,
+        )
         return (out, lse) if return_lse else out
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -73,12 +73,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         self._mask_indptr_buf: Any = mask_indptr_buf
         self._max_total_num_rows: int | None = None
         self._record(
-            "", "create",
-            {"float_workspace_buffer": float_workspace_buffer, "kv_layout": kv_layout,
-             "use_cuda_graph": use_cuda_graph, "backend": backend, "qo_indptr_buf": qo_indptr_buf,
-             "kv_indptr_buf": kv_indptr_buf, "custom_mask_buf": custom_mask_buf,
-             "mask_indptr_buf": mask_indptr_buf},
-        )  # fmt: skip
+            "",
+            "create",
+            {
+                "float_workspace_buffer": float_workspace_buffer,
+                "kv_layout": kv_layout,
+                "use_cuda_graph": use_cuda_graph,
+                "backend": backend,
+                "qo_indptr_buf": qo_indptr_buf,
+                "kv_indptr_buf": kv_indptr_buf,
+                "custom_mask_buf": custom_mask_buf,
+                "mask_indptr_buf": mask_indptr_buf,
+            },
+        )
 
     def plan(
         self,
@@ -122,9 +129,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         """
         check_positions(pos_encoding_mode)
         refuse_uncomputed(
-            use_fp16_qk_reduction=use_fp16_qk_reduction, prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr, max_item_len_ptr=max_item_len_ptr,
-        )  # fmt: skip
+            use_fp16_qk_reduction=use_fp16_qk_reduction,
+            prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr,
+            max_item_len_ptr=max_item_len_ptr,
+        )
         q_dtype = dtype_of(q_data_type)
         kv_dtype = dtype_of(kv_data_type) if kv_data_type is not None else q_dtype
         o_dtype = dtype_of(o_data_type) if o_data_type is not None else q_dtype
@@ -134,20 +143,37 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         with cuda.paused():
             batch_size, kv_entries = qo_indptr.shape[0] - 1, kv_indptr.shape[0]
         call = self._record(
-            "plan", "plan",
-            {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "num_qo_heads": num_qo_heads,
-             "num_kv_heads": num_kv_heads, "head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo,
-             "custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask, "causal": causal,
-             "window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale,
-             "q_data_type": q_dtype, "kv_data_type": kv_dtype, "o_data_type": o_dtype, "seq_lens": seq_lens},
-        )  # fmt: skip
+            "plan",
+            "plan",
+            {
+                "qo_indptr": qo_indptr,
+                "kv_indptr": kv_indptr,
+                "num_qo_heads": num_qo_heads,
+                "num_kv_heads": num_kv_heads,
+                "head_dim_qk": head_dim_qk,
+                "head_dim_vo": head_dim_vo,
+                "custom_mask": custom_mask,
+                "packed_custom_mask": packed_custom_mask,
+                "causal": causal,
+                "window_left": window_left,
+                "logits_soft_cap": logits_soft_cap,
+                "sm_scale": sm_scale,
+                "q_data_type": q_dtype,
+                "kv_data_type": kv_dtype,
+                "o_data_type": o_dtype,
+                "seq_lens": seq_lens,
+            },
+        )
         if kv_entries != batch_size + 1:
             raise ValueError("The kv_indptr length should be equal to mask_indptr length.")
         with cuda.paused():
             host_qo, host_kv = cuda.host(qo_indptr), cuda.host(kv_indptr)
             record = rules.strict()
             if record is not None:
-                for name, tensor, unit in (("qo_indptr", qo_indptr, "rows"), ("kv_indptr", kv_indptr, "tokens")):
+                for name, tensor, unit in (
+                    ("qo_indptr", qo_indptr, "rows"),
+                    ("kv_indptr", kv_indptr, "tokens"),
+                ):
                     rules.indptr(record, name, rules.array(record, name, tensor), batch_size, unit)
             mask = None
             if custom_mask is not None or packed_custom_mask is not None:
@@ -156,13 +182,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
                     mask = (cuda.host(packed_custom_mask), torch.from_numpy(elements.astype(np.int32)))
                 elif custom_mask is not None:
                     if record is not None:
-                        rules.mask_size(record, "custom_mask", cuda.host(custom_mask).numel(), int(elements[-1]))
+                        rules.mask_size(
+                            record, "custom_mask", cuda.host(custom_mask).numel(), int(elements[-1])
+                        )
                     mask = masks.packed(custom_mask, elements)
             elif record is not None and self._custom_mask_buf is not None and not self._use_cuda_graph:
                 rules.order(
-                    record, "fi.sticky-mask", "custom_mask",
-                    "the custom mask of an earlier plan stays in force: a ragged plan without one does not remove it",
-                )  # fmt: skip
+                    record,
+                    "fi.sticky-mask",
+                    "custom_mask",
+                    "the custom mask of an earlier plan stays in force: a ragged plan without one does "
+                    "not remove it",
+                )
             total_rows = int(host_qo[-1])
             lengths = host_kv[1:] - host_kv[:-1]
         self._fill_buffers(qo_indptr, kv_indptr, mask, batch_size, total_rows, non_blocking)
@@ -172,12 +203,24 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             self._backend = resolve_backend(wanted, q_dtype, kv_dtype, masked)
             check_compiled(q_dtype, kv_dtype, o_dtype)
             plan = Plan(
-                kernel=self._backend, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
-                head_dim=head_dim_vo or head_dim_qk, page_size=1, qo=[], kv=[], capped=cap > 0,
-                windowed=window_left >= 0, window_left=window_left, graph=self._use_cuda_graph,
-                total_rows=self._max_total_num_rows or total_rows, fixed_split=fixed_split_size or -1,
-                disable_split=disable_split_kv, q_dtype=q_dtype, kv_dtype=kv_dtype, qo_last=total_rows,
-            )  # fmt: skip
+                kernel=self._backend,
+                num_qo_heads=num_qo_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim_vo or head_dim_qk,
+                page_size=1,
+                qo=[],
+                kv=[],
+                capped=cap > 0,
+                windowed=window_left >= 0,
+                window_left=window_left,
+                graph=self._use_cuda_graph,
+                total_rows=self._max_total_num_rows or total_rows,
+                fixed_split=fixed_split_size or -1,
+                disable_split=disable_split_kv,
+                q_dtype=q_dtype,
+                kv_dtype=kv_dtype,
+                qo_last=total_rows,
+            )
             plan.qo, plan.kv = read_host(qo_indptr, kv_indptr, batch_size)
             make_prefill(plan, self._float_workspace_buffer, lengths)
         self._keep_plan(plan, call)
@@ -209,12 +252,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             self._max_total_num_rows = total_rows
         elif total_rows > self._max_total_num_rows:
             raise ValueError(
-                f"The total number of rows in qo_indptr {total_rows} in cuda graph mode cannot exceed the number of "
+                f"The total number of rows in qo_indptr {total_rows} in cuda graph mode cannot exceed "
+                "the number of "
                 f"rows set during initialization {self._max_total_num_rows}."
             )
         if batch_size != self._fixed_batch_size:
             raise ValueError(
-                f"The batch size should be fixed in cudagraph mode, the runtime batch size {batch_size}  mismatches "
+                f"The batch size should be fixed in cudagraph mode, the runtime batch size {batch_size}  "
+                "mismatches "
                 f"the batch size set during initialization {self._fixed_batch_size}."
             )
         self._qo_indptr_buf.copy_(qo_indptr, non_blocking=non_blocking)
@@ -223,7 +268,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             for name in ("custom_mask_buf", "mask_indptr_buf"):
                 if not torch.is_tensor(getattr(self, f"_{name}")):
                     raise ValueError(
-                        f"{name} must be initialized with a torch.Tensor in cuda graph mode if we use custom mask in "
+                        f"{name} must be initialized with a torch.Tensor in cuda graph mode if we use "
+                        "custom mask in "
                         "attention computation."
                     )
             self._custom_mask_buf[: len(mask[0])].copy_(mask[0])
@@ -279,7 +325,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             assert plan is not None
             if releases.at_least("flashinfer", "0.7.4") and q.shape[0] != plan.qo_last:
                 raise ValueError(
-                    f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({plan.qo_last}). For ragged prefill, q "
+                    f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({plan.qo_last}). For "
+                    "ragged prefill, q "
                     "must have shape [total_tokens, num_heads, head_dim] where total_tokens = qo_indptr[-1]."
                 )
             check_on_device(q=q, k=k, v=v)
@@ -293,30 +340,61 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             elif return_lse and lse is not None:
                 check_buffer(lse, shape[:2], torch.float32, q, "lse")
             call = paged_run.record_run(
-                self, q, None, plan, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+                self,
+                q,
+                None,
+                plan,
+                k=k,
+                v=v,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
                 return_lse=return_lse,
-            )  # fmt: skip
+            )
             self._check_order(plan, q, k.shape[1 if self._kv_layout == "NHD" else 0], 1)
             record = rules.strict()
             scaled = k.element_size() == 1 and releases.at_least("flashinfer", "0.7.4")
             if record is not None and not scaled:
                 for name, scale in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
                     if scale not in (None, 1.0):
-                        record.find("fi.ignored", "arrays", name, f"{name} is {scale}, ragged prefill does not read it")
+                        record.find(
+                            "fi.ignored",
+                            "arrays",
+                            name,
+                            f"{name} is {scale}, ragged prefill does not read it",
+                        )
             masked = self._custom_mask_buf is not None
             if masked and plan.kernel == "fa3":
                 raise RuntimeError(
-                    "BatchPrefillWithRaggedKVCacheSM90Run failed with error: operation not supported (custom mask)"
+                    "BatchPrefillWithRaggedKVCacheSM90Run failed with error: operation not supported "
+                    "(custom mask)"
                 )
             launch = paged_run.launch_of(
-                self, plan, call, k, None, k_scale if scaled else None, v_scale if scaled else None,
-                causal=self._causal and not masked, layout="ragged",
-            )  # fmt: skip
+                self,
+                plan,
+                call,
+                k,
+                None,
+                k_scale if scaled else None,
+                v_scale if scaled else None,
+                causal=self._causal and not masked,
+                layout="ragged",
+            )
             tokens_first = self._kv_layout == "NHD"
         _ragged_kernel(
-            launch, tokens_first, q, k, v, self._qo_indptr_buf, self._kv_indptr_buf, self._int_workspace_buffer,
-            out, lse if return_lse else None, self._custom_mask_buf, self._mask_indptr_buf,
-        )  # fmt: skip
+            launch,
+            tokens_first,
+            q,
+            k,
+            v,
+            self._qo_indptr_buf,
+            self._kv_indptr_buf,
+            self._int_workspace_buffer,
+            out,
+            lse if return_lse else None,
+            self._custom_mask_buf,
+            self._mask_indptr_buf,
+        )
         return (out, lse) if return_lse else out
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

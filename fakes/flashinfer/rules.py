@@ -20,20 +20,25 @@ def strict() -> Recorder | None:
 
 
 def array(record: Recorder, argument: str, tensor: torch.Tensor) -> np.ndarray | None:
-    """dtype and strides of an index array; its values where they mean what they should."""
+    """Dtype and strides of an index array; its values where they mean what they should."""
     plain = cuda.host(tensor)
     if plain.dtype is not torch.int32:
         record.find(
-            "fi.int32", "arrays", argument,
-            f"{argument} is {plain.dtype}, must be torch.int32: its memory is read as 32-bit words, so that element 1 "
+            "fi.int32",
+            "arrays",
+            argument,
+            f"{argument} is {plain.dtype}, must be torch.int32: its memory is read as 32-bit words, so "
+            "that element 1 "
             "is the high half of element 0",
-        )  # fmt: skip
+        )
         return None
     if not plain.is_contiguous() and not releases.at_least("flashinfer", "0.7.4"):
         record.find(
-            "fi.contiguous", "arrays", argument,
+            "fi.contiguous",
+            "arrays",
+            argument,
             f"{argument} has stride {plain.stride()}, must be contiguous: strides are not read",
-        )  # fmt: skip
+        )
         return None
     return plain.reshape(-1).numpy()
 
@@ -44,26 +49,33 @@ def indptr(record: Recorder, argument: str, values: np.ndarray | None, batch_siz
         return False
     if values.size != batch_size + 1:
         record.find(
-            "fi.indptr-length", "arrays", argument,
+            "fi.indptr-length",
+            "arrays",
+            argument,
             f"{argument} has {values.size} entries for {batch_size} requests, must have {batch_size + 1}: "
             "is its leading 0 missing?",
-        )  # fmt: skip
+        )
         return False
     if values[0] != 0:
         record.find(
-            "fi.indptr-start", "arrays", argument,
+            "fi.indptr-start",
+            "arrays",
+            argument,
             f"{argument}[0] is {values[0]}, must be 0: the first {values[0]} {unit} belong to no request",
             0,
-        )  # fmt: skip
+        )
         return False
     falls = np.diff(values) < 0
     if falls.any():
         i = int(falls.argmax())
         record.find(
-            "fi.indptr-falls", "arrays", argument,
-            f"{argument}[{i + 1}] is {values[i + 1]}, less than {argument}[{i}] = {values[i]}: it must not fall",
+            "fi.indptr-falls",
+            "arrays",
+            argument,
+            f"{argument}[{i + 1}] is {values[i + 1]}, less than {argument}[{i}] = {values[i]}: it must "
+            "not fall",
             i,
-        )  # fmt: skip
+        )
         return False
     return True
 
@@ -87,25 +99,32 @@ def pages(
         if starts[-1] > ids.size:
             short = int((starts[1:] > ids.size).argmax())
             record.find(
-                "fi.indices-short", "arrays", names[1],
-                f"{names[1]} has {ids.size} entries, {names[0]}[-1] is {starts[-1]}: what lies behind is read",
+                "fi.indices-short",
+                "arrays",
+                names[1],
+                f"{names[1]} has {ids.size} entries, {names[0]}[-1] is {starts[-1]}: what lies behind is "
+                "read",
                 short,
-            )  # fmt: skip
+            )
         used = ids[: starts[-1]]
         if used.size and int(used.min()) < 0:
             at = int((used < 0).argmax())
             record.find(
-                "fi.page-range", "arrays", names[1],
+                "fi.page-range",
+                "arrays",
+                names[1],
                 f"{names[1]}[{at}] is {used[at]}, must be a page id, 0 or more",
                 int(np.searchsorted(starts, at, side="right")) - 1,
-            )  # fmt: skip
+            )
     if tails is None:
         return
     if tails.size != batch_size:
         record.find(
-            "fi.last-page-length", "arrays", names[2],
+            "fi.last-page-length",
+            "arrays",
+            names[2],
             f"{names[2]} has {tails.size} entries, must have one for each of {batch_size} requests",
-        )  # fmt: skip
+        )
         return
     counts = np.diff(starts) if starts is not None and good else None
     wrong = (tails < 1) | (tails > page_size)
@@ -115,16 +134,20 @@ def pages(
         i = int(wrong.argmax())
         cause = f": {_last_page_cause(int(tails[i]), page_size, i)}"
         record.find(
-            "fi.last-page-range", "arrays", names[2],
-            f"{names[2]}[{i}] is {tails[i]}, must be 1..{page_size}{cause}", i,
-        )  # fmt: skip
+            "fi.last-page-range",
+            "arrays",
+            names[2],
+            f"{names[2]}[{i}] is {tails[i]}, must be 1..{page_size}{cause}",
+            i,
+        )
     elif counts is not None and seq_lens is not None:
         _seq_lens(record, seq_lens, np.where(counts > 0, (counts - 1) * page_size + tails, 0))
 
 
 def _last_page_cause(tail: int, page_size: int, request: int) -> str:
     if tail == 0:
-        return f"request {request}'s length is a multiple of the page size, so its last page is full ({page_size})"
+        full = f"so its last page is full ({page_size})"
+        return f"request {request}'s length is a multiple of the page size, {full}"
     if tail < 0:
         return "a length cannot be negative"
     return f"the last of its pages holds at most {page_size} tokens; is it the request's whole length?"
@@ -134,28 +157,37 @@ def _seq_lens(record: Recorder, seq_lens: torch.Tensor, lens: np.ndarray) -> Non
     given = cuda.host(seq_lens).reshape(-1).numpy()
     if given.size != lens.size:
         record.find(
-            "fi.seq-lens", "arrays", "seq_lens",
+            "fi.seq-lens",
+            "arrays",
+            "seq_lens",
             f"seq_lens has {given.size} entries, must have one for each of {lens.size} requests",
-        )  # fmt: skip
+        )
     elif not np.array_equal(given, lens):
         i = int((given != lens).argmax())
         record.find(
-            "fi.seq-lens", "arrays", "seq_lens",
-            f"seq_lens[{i}] is {given[i]}, the page arrays give request {i} {lens[i]} tokens: some kernels read one, "
+            "fi.seq-lens",
+            "arrays",
+            "seq_lens",
+            f"seq_lens[{i}] is {given[i]}, the page arrays give request {i} {lens[i]} tokens: some "
+            "kernels read one, "
             "some the other",
             i,
-        )  # fmt: skip
+        )
 
 
 def mask_size(record: Recorder, argument: str, given: int, wanted: int) -> None:
     if given != wanted:
         record.find(
-            "fi.mask-size", "arrays", argument,
+            "fi.mask-size",
+            "arrays",
+            argument,
             f"{argument} has {given} elements, sum of qo_len * kv_len is {wanted}: what lies behind is read",
-        )  # fmt: skip
+        )
 
 
-def pool(record: Recorder, argument: str, indices: torch.Tensor, used: int, num_pages: int, page_size: int) -> None:
+def pool(
+    record: Recorder, argument: str, indices: torch.Tensor, used: int, num_pages: int, page_size: int
+) -> None:
     """Page ids within the pool that is handed over. `used`: entries that the batch reads."""
     plain = cuda.host(indices)
     if plain.dtype is not torch.int32:
@@ -167,9 +199,11 @@ def pool(record: Recorder, argument: str, indices: torch.Tensor, used: int, num_
         if page_size > 1 and ids[at] // page_size < num_pages:
             hint = f": is it a token location? divided by the page size it is {ids[at] // page_size}"
         record.find(
-            "fi.page-range", "arrays", argument,
+            "fi.page-range",
+            "arrays",
+            argument,
             f"{argument}[{at}] is {ids[at]}, the pool has {num_pages} pages{hint}",
-        )  # fmt: skip
+        )
 
 
 def order(record: Recorder, rule: str, argument: str, message: str) -> None:

@@ -1,6 +1,7 @@
-"""How FlashInfer's planners cut a batch into work: tiles of query rows, chunks of KV, and the scratch they need.
+"""How FlashInfer's planners cut a batch: tiles of query rows, chunks of KV, and the scratch they need.
 
-The answer does not depend on it while plan and run agree. Where they do not (other group size, page size or lengths
+The answer does not depend on it while plan and run agree. Where they do not (other group size, page size or
+lengths
 than planned), what the plan did not cut is not computed. Source: `scheduler.cuh` of flashinfer-python 0.6.6.
 """
 
@@ -20,8 +21,8 @@ DECODE_BLOCKS_PER_SM = 8
 class Schedule:
     """`tile_rows` packed rows (query rows times group size) in a tile; per request its tiles and chunks.
 
-    `chunk_tokens` keys in a chunk, None where KV is not split. `scratch`: (name, bytes) to be taken from the float
-    workspace, in order.
+    `chunk_tokens` keys in a chunk, None where KV is not split. `scratch`: (name, bytes) to be taken from the
+    float workspace, in order.
     """
 
     tile_rows: int
@@ -42,7 +43,8 @@ def check_scratch(schedule: Schedule, workspace_bytes: int) -> None:
         used = -(-used // 16) * 16
         if used + size > workspace_bytes:
             raise RuntimeError(
-                f"Buffer overflow when allocating memory for {name} with size {size} and alignment 16, but only "
+                f"Buffer overflow when allocating memory for {name} with size {size} and alignment 16, "
+                "but only "
                 f"{max(workspace_bytes - used, 0)} bytes available in AlignedAllocator. "
                 "Increase the workspace buffer size."
             )
@@ -108,7 +110,9 @@ def plan_prefill(
     blocks = sum(t * c for t, c in zip(tiles, chunks, strict=True))
     padded = max(limit, bound) if graph else blocks
     rows = num_qo_heads * padded * tile
-    scratch = (("batch_prefill_tmp_v", rows * head_dim * 4), ("batch_prefill_tmp_s", rows * 4)) if split else ()
+    scratch = (
+        (("batch_prefill_tmp_v", rows * head_dim * 4), ("batch_prefill_tmp_s", rows * 4)) if split else ()
+    )
     return Schedule(tile, tiles, chunks, chunk * page_size if split else None, scratch)
 
 
@@ -134,7 +138,7 @@ def plan_decode(
 
 
 def _smallest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Smallest chunk in low .. high that fits the grid, by bisection as the library does it; `low` if low >= high."""
+    """Smallest chunk in low .. high that fits the grid, by the library's bisection; `low` if low >= high."""
     while low < high:
         mid = (low + high) // 2
         if fits(mid):

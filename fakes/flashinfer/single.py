@@ -1,4 +1,4 @@
-"""Attention of one request without a plan: `single_decode_with_kv_cache` and `single_prefill_with_kv_cache`."""
+"""Attention of one request without a plan: `single_decode_...` and `single_prefill_with_kv_cache`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from fakes import cuda, recorder
 from fakes.flashinfer import rules
 from fakes.flashinfer.kernels import Launch, execute
 from fakes.flashinfer.plans import Plan, check_compiled, check_group
-from fakes.flashinfer.wrapper import LIBRARY, check_on_device, check_positions, poisoned, refuse_uncomputed, resolve_backend
+from fakes.flashinfer.wrapper import (
+    LIBRARY,
+    check_on_device,
+    check_positions,
+    poisoned,
+    refuse_uncomputed,
+    resolve_backend,
+)
 from fakes.recorder import Span
 
 
@@ -33,7 +40,7 @@ def single_decode_with_kv_cache(
     rope_theta: float | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """One query row. q `[num_qo_heads, head_dim]`, k and v `[kv_len, num_kv_heads, head_dim]` (HND: heads first).
+    """One query row: q `[num_qo_heads, head_dim]`, k and v `[kv_len, num_kv_heads, head_dim]` or HND.
 
     Returns out like q, and with `return_lse` the LSE, float32 `[num_qo_heads]`, base 2.
     """
@@ -45,12 +52,28 @@ def single_decode_with_kv_cache(
         check_on_device(q=q, k=k, v=v)
         out, lse = poisoned(tuple(q.shape), q.dtype), poisoned((q.shape[0],), torch.float32)
         call = _record(
-            "single_decode_with_kv_cache", q=q, k=k, v=v, kv_layout=kv_layout, use_tensor_cores=use_tensor_cores,
-            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, return_lse=return_lse,
-        )  # fmt: skip
+            "single_decode_with_kv_cache",
+            q=q,
+            k=k,
+            v=v,
+            kv_layout=kv_layout,
+            use_tensor_cores=use_tensor_cores,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            return_lse=return_lse,
+        )
         launch = _launch(
-            "fa2" if use_tensor_cores else "cuda_core", call, q.shape[-1], False, window_left, logits_soft_cap, sm_scale
+            "fa2" if use_tensor_cores else "cuda_core",
+            call,
+            q.shape[-1],
+            False,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
         )
         launch.q_scale, launch.k_scale = q_scale or 1.0, k_scale or 1.0
         launch.v_scale = 1.0 if v_scale is None else v_scale
@@ -82,7 +105,8 @@ def single_prefill_with_kv_cache(
 ) -> Any:
     """Rows of one request. q `[qo_len, num_qo_heads, head_dim_qk]`, k and v `[kv_len, num_kv_heads, dim]`.
 
-    Returns out `[qo_len, num_qo_heads, head_dim_vo]`, and with `return_lse` the LSE `[qo_len, num_qo_heads]`, base 2.
+    Returns out `[qo_len, num_qo_heads, head_dim_vo]`, and with `return_lse` the LSE `[qo_len,
+    num_qo_heads]`, base 2.
     """
     _check(pos_encoding_mode, kv_layout)
     refuse_uncomputed(
@@ -96,10 +120,20 @@ def single_prefill_with_kv_cache(
         out = poisoned((*q.shape[:-1], v.shape[-1]), o_dtype or q.dtype)
         lse = poisoned(tuple(q.shape[:2]), torch.float32)
         call = _record(
-            "single_prefill_with_kv_cache", q=q, k=k, v=v, custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask, causal=causal, kv_layout=kv_layout, sm_scale=sm_scale,
-            window_left=window_left, logits_soft_cap=logits_soft_cap, backend=backend, return_lse=return_lse,
-        )  # fmt: skip
+            "single_prefill_with_kv_cache",
+            q=q,
+            k=k,
+            v=v,
+            custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
+            causal=causal,
+            kv_layout=kv_layout,
+            sm_scale=sm_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            backend=backend,
+            return_lse=return_lse,
+        )
         kv_len = k.shape[0] if kv_layout == "NHD" else k.shape[1]
         custom = _mask(custom_mask, packed_custom_mask, q.shape[0], kv_len)
         launch = _launch(
@@ -143,12 +177,25 @@ def _mask(
 
 
 def _launch(
-    kernel: Any, call: Any, dim: int, causal: bool, window_left: int, soft_cap: float | None, sm_scale: float | None
+    kernel: Any,
+    call: Any,
+    dim: int,
+    causal: bool,
+    window_left: int,
+    soft_cap: float | None,
+    sm_scale: float | None,
 ) -> Launch:
     plan = Plan(
-        kernel=kernel, num_qo_heads=1 << 30, num_kv_heads=1, head_dim=dim, page_size=1, qo=[0], kv=[0],
-        capped=bool(soft_cap), windowed=window_left >= 0,
-    )  # fmt: skip
+        kernel=kernel,
+        num_qo_heads=1 << 30,
+        num_kv_heads=1,
+        head_dim=dim,
+        page_size=1,
+        qo=[0],
+        kv=[0],
+        capped=bool(soft_cap),
+        windowed=window_left >= 0,
+    )
     return Launch(
         plan=plan,
         call=call,

@@ -1,4 +1,4 @@
-"""Which slots each request's rows attend to, by the arithmetic of the kernels on the arrays as they lie in memory."""
+"""Which slots each request's rows attend to, by the kernels' arithmetic on the arrays in memory."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def paged(
 ) -> tuple[Span, ...]:
     """Spans of a paged call. `qo_indptr` None: one row per request (CUDA-core decode).
 
-    A request has (pages - 1) * page_size + last tokens, or none without pages. fa3 takes lengths and offsets from the
-    plan instead. Token t of request i lies in page `indices[kv_indptr[i] + t // page_size]`; past the last entry of
-    kv_indptr, fa2 and CUDA cores read the first slot of the pool, fa3 goes on reading `indices`.
+    A request has (pages - 1) * page_size + last tokens, or none without pages. fa3 takes lengths and offsets
+    from the
+    plan instead. Token t of request i lies in page `indices[kv_indptr[i] + t // page_size]`; past the last
+    entry of kv_indptr, fa2 and CUDA cores read the first slot of the pool, fa3 goes on reading `indices`.
     `limits`: tokens per request that the plan's chunks reach.
 
     Raises:
@@ -41,9 +42,14 @@ def paged(
     kv, pages, last = words(kv_indptr), words(indices), words(last_page_len)
     qo = None if qo_indptr is None else words(qo_indptr)
     key = (
-        None if qo is None else qo.tobytes(), kv.tobytes(), pages.tobytes(), last.tobytes(),
-        page_size, num_pages, num_rows,
-    )  # fmt: skip
+        None if qo is None else qo.tobytes(),
+        kv.tobytes(),
+        pages.tobytes(),
+        last.tobytes(),
+        page_size,
+        num_pages,
+        num_rows,
+    )
     if plan.read is not None and plan.read[0] == key:
         return plan.read[1]
     batch = plan.batch_size
@@ -72,13 +78,16 @@ def paged(
         if limits is not None:
             length = min(length, limits[i])
         if length < 0 or begin < 0 or rows[i + 1] < rows[i]:
-            spans.append(Span(rows[i], rows[i], _NOTHING))  # wraps to a huge unsigned length: no result means anything
+            spans.append(
+                Span(rows[i], rows[i], _NOTHING)
+            )  # wraps to a huge unsigned length: no result means anything
             continue
         stop = begin + length
         own = stop if end is None else min(stop, end)
         if own > slots.size and length:
             raise UndefinedRead(
-                f"paged_kv_indices[{pages.size}] is read for request {i}, but the array has {pages.size} entries"
+                f"paged_kv_indices[{pages.size}] is read for request {i}, but the array has {pages.size} "
+                "entries"
             )
         read_to = max(read_to, own)
         if stop > own:
@@ -93,7 +102,11 @@ def paged(
 
 
 def ragged(
-    plan: Plan, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_tokens: int, limits: Sequence[int] | None = None
+    plan: Plan,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    num_tokens: int,
+    limits: Sequence[int] | None = None,
 ) -> tuple[Span, ...]:
     """Spans of a ragged call: request i's keys are rows kv_indptr[i] .. kv_indptr[i + 1] of k and v.
 

@@ -31,7 +31,6 @@ class Until:
     def __init__(self, release: str, function: Callable[..., Any]) -> None:
         self.release = release
         self.function = function
-        functools.update_wrapper(self, function)
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if releases.at_least(LIBRARY, self.release):
@@ -61,9 +60,7 @@ def later_lse(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @cuda.kernel
-def _finish_lse(
-    lse: torch.Tensor, base: Any, layout: Any, buffer: Any
-) -> torch.Tensor:
+def _finish_lse(lse: torch.Tensor, base: Any, layout: Any, buffer: Any) -> torch.Tensor:
     plain = cuda.host(lse)
     record = recorder.current()
     exact = record.exact_of(plain) if record is not None else None
@@ -79,11 +76,11 @@ def _finish_lse(
 
 
 class Wrapper:
-    """Base of the batch wrappers. Attributes with an underscore are those that engines read from the real ones."""
+    """Base of the batch wrappers. Attributes with an underscore are those that engines read."""
 
     _name: str
     _plan_info: Plan | None
-    _backend: str
+    _backend: Any
     _kv_layout: str
     _use_cuda_graph: bool
     _jit_module: None
@@ -115,15 +112,15 @@ class Wrapper:
         self._int_workspace_buffer = int_workspace_buffer
         self._pin_memory_int_workspace_buffer = _pinned(int_workspace_buffer.numel())
 
-    def _record(self, method: str, op: Any, arguments: dict[str, Any], plan: Plan | None = None) -> Call | None:
+    def _record(
+        self, method: str, op: Any, arguments: dict[str, Any], plan: Plan | None = None
+    ) -> Call | None:
         record = recorder.current()
         if record is None:
             return None
         name = f"{self._name}.{method}" if method else self._name
         with cuda.paused():
-            return record.call(
-                LIBRARY, name, op, self._owner, arguments, None if plan is None else plan.call
-            )
+            return record.call(LIBRARY, name, op, self._owner, arguments, None if plan is None else plan.call)
 
     def _keep_plan(self, plan: Plan, call: Call | None) -> None:
         """Stage the plan: what `run` finds in the int workspace decides whether the plan is still there."""
@@ -151,25 +148,36 @@ class Wrapper:
         plan.warned = (step, rows, heads)
         if plan.call is not None and step != planned:
             rules.order(
-                record, "fi.stale-plan", "plan",
-                f"{self._name}.run executes the plan of batch {planned} in batch {step}: lengths and pages are old",
-            )  # fmt: skip
+                record,
+                "fi.stale-plan",
+                "plan",
+                f"{self._name}.run executes the plan of batch {planned} in batch {step}: lengths and "
+                "pages are old",
+            )
         if rows != plan.qo_last:
             rules.order(
-                record, "fi.q-rows", "q",
+                record,
+                "fi.q-rows",
+                "q",
                 f"q has {rows} rows, the plan was made for {plan.qo_last} (qo_indptr[-1])",
-            )  # fmt: skip
+            )
         if (heads, num_kv_heads) != (plan.num_qo_heads, plan.num_kv_heads):
             rules.order(
-                record, "fi.planned-heads", "num_qo_heads",
-                f"plan was told {plan.num_qo_heads} query and {plan.num_kv_heads} KV heads, q and the cache have "
+                record,
+                "fi.planned-heads",
+                "num_qo_heads",
+                f"plan was told {plan.num_qo_heads} query and {plan.num_kv_heads} KV heads, q and the "
+                "cache have "
                 f"{heads} and {num_kv_heads}: work is cut for the planned ones",
-            )  # fmt: skip
+            )
         if page_size != plan.page_size:
             rules.order(
-                record, "fi.planned-page-size", "page_size",
-                f"plan was told pages of {plan.page_size}, the cache has pages of {page_size}: the cache's shape counts",
-            )  # fmt: skip
+                record,
+                "fi.planned-page-size",
+                "page_size",
+                f"plan was told pages of {plan.page_size}, the cache has pages of {page_size}: the "
+                "cache's shape counts",
+            )
 
 
 def plan_survives(launch_token: int, int_workspace: torch.Tensor) -> bool:
@@ -181,9 +189,12 @@ def report_overwritten() -> None:
     record = rules.strict()
     if record is not None:
         rules.order(
-            record, "fi.plan-overwritten", "int_workspace_buffer",
-            "the int workspace no longer holds this wrapper's plan: another wrapper that shares it planned since",
-        )  # fmt: skip
+            record,
+            "fi.plan-overwritten",
+            "int_workspace_buffer",
+            "the int workspace no longer holds this wrapper's plan: another wrapper that shares it "
+            "planned since",
+        )
 
 
 def _token(buffer: torch.Tensor) -> np.ndarray:
@@ -215,7 +226,11 @@ def check_backend(backend: str) -> None:
 
 
 def resolve_backend(
-    requested: str, q_dtype: torch.dtype, kv_dtype: torch.dtype, custom_mask: bool, max_q_len: int | None = None
+    requested: str,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    custom_mask: bool,
+    max_q_len: int | None = None,
 ) -> Any:
     """The prefill kernel that "auto" stands for on an H200: fa3 where it can.
 
@@ -229,7 +244,9 @@ def resolve_backend(
     if q_dtype in fp8:
         raise NotImplementedError(f"the fake of flashinfer does not compute q_data_type={q_dtype}")
     if requested == "fa3" and kv_dtype in fp8:
-        raise NotImplementedError(f"the fake of flashinfer does not compute kv_data_type={kv_dtype} with backend='fa3'")
+        raise NotImplementedError(
+            f"the fake of flashinfer does not compute kv_data_type={kv_dtype} with backend='fa3'"
+        )
     if requested != "auto":
         return requested
     if custom_mask or kv_dtype in fp8:
@@ -256,14 +273,16 @@ def dtype_of(given: torch.dtype | str) -> torch.dtype:
 
 
 def unpack_cache(cache: Any, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as 4-D tensors, from a tuple of them or one stacked tensor with K and V in its second dimension."""
+    """K and V as 4-D tensors, from a tuple of them or one tensor that stacks them in dimension 1."""
     if isinstance(cache, tuple):
         k, v = cache
         return _with_pages(k, layout, 4), _with_pages(v, layout, 4)
     if torch.is_tensor(cache):
         stacked = _with_pages(cache, layout, 5)
         return stacked[:, 0], stacked[:, 1]
-    raise KeyError(f"Unrecognized paged_kv_cache type {type(cache)}, expect a single tensor or a tuple of tensor.")
+    raise KeyError(
+        f"Unrecognized paged_kv_cache type {type(cache)}, expect a single tensor or a tuple of tensor."
+    )
 
 
 def _with_pages(x: torch.Tensor, layout: str, ndim: int) -> torch.Tensor:
@@ -285,7 +304,9 @@ def check_dtypes(q: torch.Tensor, k: torch.Tensor, q_dtype: torch.dtype, kv_dtyp
         )
 
 
-def check_buffer(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor, name: str) -> None:
+def check_buffer(
+    x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor, name: str
+) -> None:
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"Invalid shape of {name}: expected {torch.Size(shape)}, got {x.shape}")
     if x.dtype != dtype:

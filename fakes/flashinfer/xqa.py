@@ -1,7 +1,6 @@
-"""`trtllm_batch_decode_with_kv_cache` as an H200 answers it: by the XQA kernel, from a dense table of page ids."""
+"""`trtllm_batch_decode_with_kv_cache` as an H200 answers it: by XQA, from a dense table of page ids."""
 
 from __future__ import annotations
-
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from fakes.recorder import Attended, Call, Span
 PAGE_SIZES = (16, 32, 64, 128)
 SEMAPHORE_BYTES = 8 * 1024 * 1024
 KEYS_PER_BLOCK = 64
-"""Tokens that one block goes through at a time: a longer request is shared by several blocks while there are any."""
+"""Tokens that one block takes at a time: a longer request is shared by several blocks while there are any."""
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -48,9 +47,10 @@ def trtllm_batch_decode_with_kv_cache(
 ) -> torch.Tensor:
     """Decode one row per request.
 
-    query `[batch, num_qo_heads, head_dim]`; block_tables int32 `[batch, max pages]`; seq_lens int32 `[batch]`;
-    bmm1_scale multiplies q . k, bmm2_scale the output. The first 8 MiB of the workspace are semaphores: zero at first
-    use, left zero by every call.
+    query `[batch, num_qo_heads, head_dim]`; block_tables int32 `[batch, max pages]`; seq_lens int32
+    `[batch]`;
+    bmm1_scale multiplies q . k, bmm2_scale the output. The first 8 MiB of the workspace are semaphores: zero
+    at first use, left zero by every call.
 
     Raises:
         ValueError: a page size that XQA was not built for, or arguments of trtllm-gen.
@@ -79,7 +79,9 @@ def trtllm_batch_decode_with_kv_cache(
         elif kv_cache.shape[1] == 1:
             k = v = kv_cache[:, 0]
         else:
-            assert kv_cache.shape[1] == 2, "When kv_cache is a single tensor, the second dimension must be 1 or 2"
+            assert kv_cache.shape[1] == 2, (
+                "When kv_cache is a single tensor, the second dimension must be 1 or 2"
+            )
             k, v = kv_cache[:, 0], kv_cache[:, 1]
         page_size = k.shape[1] if kv_layout == "NHD" else k.shape[2]
         if page_size not in PAGE_SIZES:
@@ -91,15 +93,37 @@ def trtllm_batch_decode_with_kv_cache(
         call = None
         if record is not None:
             call = record.call(
-                LIBRARY, "trtllm_batch_decode_with_kv_cache", "attend", 0,
-                {"query": query, "block_tables": block_tables, "seq_lens": seq_lens, "max_seq_len": max_seq_len,
-                 "bmm1_scale": bmm1_scale, "bmm2_scale": bmm2_scale, "window_left": window_left,
-                 "kv_layout": kv_layout},
-            )  # fmt: skip
+                LIBRARY,
+                "trtllm_batch_decode_with_kv_cache",
+                "attend",
+                0,
+                {
+                    "query": query,
+                    "block_tables": block_tables,
+                    "seq_lens": seq_lens,
+                    "max_seq_len": max_seq_len,
+                    "bmm1_scale": bmm1_scale,
+                    "bmm2_scale": bmm2_scale,
+                    "window_left": window_left,
+                    "kv_layout": kv_layout,
+                },
+            )
     _kernel(
-        call, kv_layout, page_size, max_seq_len, float(bmm1_scale), float(bmm2_scale), window_left, query, k, v,
-        workspace_buffer, block_tables, seq_lens, out,
-    )  # fmt: skip
+        call,
+        kv_layout,
+        page_size,
+        max_seq_len,
+        float(bmm1_scale),
+        float(bmm2_scale),
+        window_left,
+        query,
+        k,
+        v,
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        out,
+    )
     return out
 
 
@@ -135,9 +159,12 @@ def _kernel(
         pages = -(-length // page_size)
         if pages > width and record is not None:
             record.find(
-                "fi.table-short", "arrays", "block_tables",
-                f"block_tables has {width} columns, request {i} of {length} tokens needs {pages}", i,
-            )  # fmt: skip
+                "fi.table-short",
+                "arrays",
+                "block_tables",
+                f"block_tables has {width} columns, request {i} of {length} tokens needs {pages}",
+                i,
+            )
         ids = flat[i * width : i * width + pages].astype(np.int64)
         if ids.size < pages:
             raise UndefinedRead(f"block_tables[{i}, {width}] is read past the end of the table")
@@ -147,18 +174,36 @@ def _kernel(
         spans.append(Span(i, i + 1, slots))
     if call is not None:
         call.attended = Attended(
-            query, k, v, layout, page_size, tuple(spans), False, window_left, -1, 0.0, scale, None, 1.0, v_scale
+            query,
+            k,
+            v,
+            layout,
+            page_size,
+            tuple(spans),
+            False,
+            window_left,
+            -1,
+            0.0,
+            scale,
+            None,
+            1.0,
+            v_scale,
         )
     exact, _ = numbers.attend(
         query, k, v, spans, layout=layout, scale=scale, window_left=window_left, v_scale=v_scale
     )
-    semaphores = cuda.host(workspace).view(torch.uint8).reshape(-1)[: min(SEMAPHORE_BYTES, 4 * batch * kv_heads)]
+    semaphores = (
+        cuda.host(workspace).view(torch.uint8).reshape(-1)[: min(SEMAPHORE_BYTES, 4 * batch * kv_heads)]
+    )
     if semaphores.any():
         if record is not None:
             record.find(
-                "fi.semaphores", "arrays", "workspace_buffer",
-                "workspace_buffer does not begin with zeros: its first 8 MiB are semaphores and must be zero at first use",
-            )  # fmt: skip
+                "fi.semaphores",
+                "arrays",
+                "workspace_buffer",
+                "workspace_buffer does not begin with zeros: its first 8 MiB are semaphores and must be "
+                "zero at first use",
+            )
         blocks = min(max(1, NUM_SM // max(1, batch * kv_heads)), -(-max_seq_len // KEYS_PER_BLOCK))
         if blocks > 1:  # the last block of a request does not know itself: nobody merges the parts
             shared = np.array([length > KEYS_PER_BLOCK for length in lens])
