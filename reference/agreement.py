@@ -25,7 +25,9 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "window of one": lambda: make_problem([3, 1], [5, 4], mask=Mask(window=1)),
     "window, not causal": lambda: make_problem([6, 2], [6, 9], mask=Mask(causal=False, window=3)),
     "soft cap": lambda: make_problem([4, 1], [6, 8], mask=Mask(soft_cap=1.5), spread=3.0),
-    "soft cap and window": lambda: make_problem([4, 1], [6, 8], mask=Mask(window=3, soft_cap=2.0), spread=3.0),
+    "soft cap and window": lambda: make_problem(
+        [4, 1], [6, 8], mask=Mask(window=3, soft_cap=2.0), spread=3.0
+    ),
     "custom": lambda: make_problem([4, 3, 2], [6, 5, 1], mask=Mask(causal=False, custom=1)),
     "rows without keys": lambda: make_problem([5, 3, 2], [2, 4, 0]),
     "rows without keys, window": lambda: make_problem([5, 3], [2, 0], mask=Mask(window=2)),

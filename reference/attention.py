@@ -22,7 +22,7 @@ from reference.ragged import Piece, Ragged, chunks, pieces
 from reference.softmax import RunningSoftmax, block_scores
 from reference.state import AttentionState
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 4 << 20
 
 
 def paged_attention(
@@ -64,8 +64,18 @@ def paged_attention(
     Raises:
         ValueError: shapes, lengths or slots that do not fit each other.
     """
-    batch = Ragged.of(q, k_cache, v_cache, slots, qo_lens, kv_lens, mask, custom)
-    return attend(q, k_cache, v_cache, batch, (scale, k_scale, v_scale), torch.float64, chunk_bytes)
+    batch = Ragged.of(
+        q, k_cache, v_cache, slots=slots, qo_lens=qo_lens, kv_lens=kv_lens, mask=mask, custom=custom
+    )
+    return attend(
+        q,
+        k_cache,
+        v_cache,
+        batch,
+        scales=(scale, k_scale, v_scale),
+        compute=torch.float64,
+        chunk_bytes=chunk_bytes,
+    )
 
 
 def attend(
@@ -73,6 +83,7 @@ def attend(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     batch: Ragged,
+    *,
     scales: tuple[float, float, float],
     compute: torch.dtype,
     chunk_bytes: int,
@@ -95,28 +106,36 @@ def attend(
     max_scores = chunk_bytes // (compute.itemsize * num_qo_heads)
     max_k = max_v = 0.0
     with np.errstate(all="ignore"):
-        for chunk in chunks(len(batch.slots), max(1, chunk_bytes // key_bytes)):
+        ranges = visible_ranges(batch, lib)
+        for chunk in chunks(batch.slots.shape[0], max(1, chunk_bytes // key_bytes)):
             slots = batch.slots[chunk[0] : chunk[1]]
             k = gathered(k_cache, slots, k_scale, compute, lib)
             v = gathered(v_cache, slots, v_scale, compute, lib)
-            max_k, max_v = max(max_k, largest_norm(k, lib)), max(max_v, largest(v, lib))
-            for piece in pieces(batch, chunk, max_scores):
-                lines = slice(piece.rows_of_batch[0] * group, piece.rows_of_batch[1] * group)
-                keys = slice(*piece.keys_of_chunk)
-                seen = visible_block(piece, batch, lib)
-                scores = block_scores(queries[:, lines], k[:, keys], batch.mask.soft_cap, seen, lib)
-                running.fold(lines, scores, v[:, keys], first=piece.keys[0] == 0)
+            largest_v, v_is_finite = largest(v, lib)
+            max_k, max_v = max(max_k, largest_norm(k, lib)), max(max_v, largest_v)
+            # A joined piece gives weight 0 to the keys of other requests, and 0 times their NaN would be NaN.
+            join = v_is_finite and batch.custom is None
+            for piece in pieces(batch, chunk, num_qo_heads=num_qo_heads, max_scores=max_scores, join=join):
+                lines = slice(piece.rows[0] * group, piece.rows[1] * group)
+                keys = slice(piece.keys[0] - chunk[0], piece.keys[1] - chunk[0])
+                hidden = hidden_block(piece, batch, ranges, lib)
+                scores = block_scores(queries[:, lines], k[:, keys], batch.mask.soft_cap, hidden, lib)
+                running.fold(lines, scores, v[:, keys], first=piece.first)
             del k, v  # before the next chunk is gathered
         out, lse = running.finish()
-        if (running.total == 0).any():
-            clear_empty_rows(out, batch, group)
+        if not running.total.all():
+            clear_empty_rows(out, batch, ranges)
         max_score = max_k * largest_norm(queries, lib)
     return AttentionState(ungrouped(out, group, lib), ungrouped(lse, group, lib), max_score, max_v)
 
 
 def converted(x: torch.Tensor, compute: torch.dtype, lib: Library) -> Any:
-    """A tensor as an array of the dtype `compute`. (float16 takes the way over float32 because it is the faster one.)"""
-    return lib.array((x.to(torch.float32) if x.dtype == torch.float16 else x).to(compute))
+    """A tensor as an array of the dtype `compute`."""
+    if x.dtype == torch.float16 and x.numel() > 1 << 13:
+        x = x.to(
+            torch.float32
+        )  # torch has vector code for this step and for the next, but none for both in one
+    return lib.array(x.to(compute))
 
 
 def scaled(q: Any, scale: float) -> Any:
@@ -138,41 +157,55 @@ def ungrouped(x: Any, group: int, lib: Library) -> torch.Tensor:
     return lib.tensor(by_row.reshape(num_lines // group, num_kv_heads * group, *rest))
 
 
-def gathered(cache: torch.Tensor, slots: torch.Tensor, factor: float, compute: torch.dtype, lib: Library) -> Any:
+def gathered(cache: torch.Tensor, slots: Any, factor: float, compute: torch.dtype, lib: Library) -> Any:
     """The named slots, converted and dequantised: `[num_kv_heads, keys, dim]`."""
-    taken = converted(cache.index_select(0, slots), compute, lib).swapaxes(0, 1)
+    taken = converted(cache.index_select(0, lib.tensor(slots)), compute, lib).swapaxes(0, 1)
     return taken if factor == 1.0 else taken * factor
 
 
-def visible_block(piece: Piece, batch: Ragged, lib: Library) -> Any | None:
-    """bool `[rows, keys]` of one piece, or None where every row sees every key."""
+def visible_ranges(batch: Ragged, lib: Library) -> tuple[Any, Any]:
+    """Arrays `[rows, 1]`: first and end of the keys that each row sees, in the stream of keys."""
+    first, end = masks.key_ranges(batch.qo_lens, batch.kv_lens, batch.mask)
+    return lib.from_host(first[:, None]), lib.from_host(end[:, None])
+
+
+def hidden_block(piece: Piece, batch: Ragged, ranges: tuple[Any, Any], lib: Library) -> Any:
+    """Bool `[rows, keys]` of one piece, True where a row does not see a key."""
     if batch.custom is not None:
-        return lib.array(batch.custom[piece.request])[slice(*piece.rows), slice(*piece.keys)]
-    return masks.block(piece.rows, piece.keys, piece.qo_len, piece.kv_len, batch.mask, lib)
+        rows = slice(piece.rows[0] - piece.row_start, piece.rows[1] - piece.row_start)
+        keys = slice(piece.keys[0] - piece.key_start, piece.keys[1] - piece.key_start)
+        return ~lib.array(batch.custom[piece.request])[rows, keys]
+    first, end = (x[piece.rows[0] : piece.rows[1]] for x in ranges)
+    key = lib.arange(*piece.keys)
+    return (key < first) | (key >= end)
 
 
-def clear_empty_rows(out: Any, batch: Ragged, group: int) -> None:
-    """Write 0 to the lines of rows that see no key. (A row whose keys all score -inf stays 0 / 0, NaN.)"""
-    line = 0
-    for request, (qo_len, kv_len) in enumerate(zip(batch.qo_lens, batch.kv_lens, strict=True)):
-        for row in range(qo_len):
-            if batch.custom is not None:
-                empty = not batch.custom[request][row].any()
-            else:
-                empty = masks.row_is_empty(row, qo_len, kv_len, batch.mask)
-            if empty:
-                out[:, line : line + group] = 0.0
-            line += group
+def clear_empty_rows(out: Any, batch: Ragged, ranges: tuple[Any, Any]) -> None:
+    """Write 0 to the lines of rows that see no key. (A row whose keys all score -inf stays 0 / 0, NaN.)."""
+    if batch.custom is not None:
+        empty = torch.cat([~seen.any(1) for seen in batch.custom]).tolist()
+    else:
+        empty = (ranges[1] <= ranges[0])[:, 0].tolist()
+    by_row = out.reshape(out.shape[0], len(empty), -1, out.shape[2])
+    for row, is_empty in enumerate(empty):
+        if is_empty:
+            by_row[:, row] = 0.0
 
 
-def largest(x: Any, lib: Library) -> float:
-    """Largest |element| that is finite; 0.0 if there is none."""
+def largest(x: Any, lib: Library) -> tuple[float, bool]:
+    """Largest |element| that is finite (0.0 if there is none), and whether all are."""
     if 0 in x.shape:
-        return 0.0
+        return 0.0, True
     top = max(float(x.max()), -float(x.min()))
-    return top if math.isfinite(top) else largest(x[lib.isfinite(x)], lib)
+    if math.isfinite(top):
+        return top, True
+    return largest(x[lib.isfinite(x)], lib)[0], False
 
 
 def largest_norm(x: Any, lib: Library) -> float:
-    """Largest finite Euclidean norm along the last axis."""
-    return math.sqrt(largest(lib.vecdot(x, x), lib))
+    """Largest finite Euclidean norm along the last axis; 0.0 if there is none."""
+    squares = lib.vecdot(x, x)
+    if 0 in squares.shape:
+        return 0.0
+    top = float(squares.max())
+    return math.sqrt(top if math.isfinite(top) else largest(squares, lib)[0])

@@ -119,6 +119,4 @@ def _budget(oracle: torch.Tensor, twin: torch.Tensor, dtype: torch.dtype, slack:
     if not twin_error.numel():
         return Budget(step + slack, slack)
     mean_step = float(step[finite].mean())
-    return Budget(
-        2.0 * twin_error.max() + step + slack, 1.5 * float(twin_error.mean()) + mean_step + slack
-    )
+    return Budget(2.0 * twin_error.max() + step + slack, 1.5 * float(twin_error.mean()) + mean_step + slack)

@@ -20,8 +20,8 @@ class Library:
 
     name: str
     arange: Any
-    full: Any
-    """full(shape, value, dtype)"""
+    zeros: Any
+    """zeros(shape, dtype), with torch's dtypes."""
     amax: Any
     """amax(array, axis)"""
     maximum: Any
@@ -35,6 +35,8 @@ class Library:
     """A tensor of this library's device as an array, in the same memory."""
     tensor: Any
     """The inverse of `array`."""
+    from_host: Any
+    """A numpy array as an array of this library's device."""
     fill: Any
     """fill(array, value, where) in place; `where` broadcasts."""
 
@@ -44,8 +46,8 @@ def library_of(device: torch.device) -> Library:
     return NUMPY if device.type == "cpu" else torch_on(device)
 
 
-def _numpy_full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> np.ndarray:
-    return np.full(shape, value, np.float64 if dtype == torch.float64 else np.float32)
+def _numpy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
+    return np.zeros(shape, np.float64 if dtype == torch.float64 else np.float32)
 
 
 def _numpy_fill(array: np.ndarray, value: float, where: np.ndarray) -> None:
@@ -59,7 +61,7 @@ def _torch_fill(array: torch.Tensor, value: float, where: torch.Tensor) -> None:
 NUMPY = Library(
     name="numpy",
     arange=np.arange,
-    full=_numpy_full,
+    zeros=_numpy_zeros,
     amax=np.maximum.reduce,
     maximum=np.maximum,
     exp=np.exp,
@@ -69,6 +71,7 @@ NUMPY = Library(
     vecdot=np.vecdot,
     array=torch.Tensor.numpy,
     tensor=torch.from_numpy,
+    from_host=lambda array: array,
     fill=_numpy_fill,
 )
 
@@ -79,7 +82,7 @@ def torch_on(device: torch.device) -> Library:
     return Library(
         name="torch",
         arange=partial(torch.arange, device=device),
-        full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype, device=device),
+        zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device),
         amax=torch.amax,
         maximum=torch.maximum,
         exp=torch.exp,
@@ -88,6 +91,7 @@ def torch_on(device: torch.device) -> Library:
         isfinite=torch.isfinite,
         vecdot=torch.linalg.vecdot,
         array=lambda tensor: tensor,
-        tensor=lambda array: array,
+        tensor=torch.as_tensor,
+        from_host=lambda array: torch.from_numpy(array).to(device),
         fill=_torch_fill,
     )

@@ -71,9 +71,7 @@ def make_problem(
     q = spread * torch.randn(sum(qo_lens), heads[0], dims[0], generator=random, dtype=torch.float64)
     custom = None
     if mask.custom is not None:
-        custom = [
-            torch.rand(shape, generator=random) < 0.6 for shape in zip(qo_lens, kv_lens, strict=True)
-        ]
+        custom = [torch.rand(shape, generator=random) < 0.6 for shape in zip(qo_lens, kv_lens, strict=True)]
     return Problem(
         q.to(dtype),
         caches[0],

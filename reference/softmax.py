@@ -16,12 +16,12 @@ from reference.library import Library
 NEG_INF = float("-inf")
 
 
-def block_scores(q: Any, k: Any, soft_cap: float | None, seen: Any, lib: Library) -> Any:
+def block_scores(q: Any, k: Any, soft_cap: float | None, hidden: Any, lib: Library) -> Any:
     """Scores of scaled queries: products, soft cap, mask, in this order.
 
-    q: `[num_kv_heads, lines, dim]`. k: `[num_kv_heads, keys, dim]`. seen: bool `[rows, keys]`, None: all of it.
+    q: `[num_kv_heads, lines, dim]`. k: `[num_kv_heads, keys, dim]`. hidden: bool `[rows, keys]`.
     """
-    return hide(cap(products(q, k), soft_cap, lib), seen, lib)
+    return hide(cap(products(q, k), soft_cap, lib), hidden, lib)
 
 
 def products(q: Any, k: Any) -> Any:
@@ -33,12 +33,11 @@ def cap(scores: Any, soft_cap: float | None, lib: Library) -> Any:
     return scores if soft_cap is None else lib.tanh(scores / soft_cap) * soft_cap
 
 
-def hide(scores: Any, seen: Any, lib: Library) -> Any:
-    """Write -inf where a row does not see a key, in every head."""
-    if seen is not None:
-        num_rows, num_keys = seen.shape
-        by_row = scores.reshape(scores.shape[0], num_rows, -1, num_keys)
-        lib.fill(by_row, NEG_INF, ~seen[:, None])
+def hide(scores: Any, hidden: Any, lib: Library) -> Any:
+    """Write -inf where a row does not see a key, in every head of its group."""
+    num_rows, num_keys = hidden.shape
+    by_row = scores.reshape(scores.shape[0], num_rows, -1, num_keys)
+    lib.fill(by_row, NEG_INF, hidden[:, None])
     return scores
 
 
@@ -80,10 +79,11 @@ class RunningSoftmax:
         round_weights: Callable[[Any], Any] | None = None,
     ) -> RunningSoftmax:
         """A softmax that has seen no key. shape: that of `acc`."""
-        top = lib.full(shape[:2], torch.finfo(dtype).min, dtype)
-        total = lib.full(shape[:2], 0.0, dtype)
-        acc = lib.full(shape, 0.0, dtype)
-        return cls(lib, top, total, acc, total if round_weights is None else total + 0.0, round_weights)
+        top = lib.zeros(shape[:2], dtype)
+        top += torch.finfo(dtype).min
+        total = lib.zeros(shape[:2], dtype)
+        rounded_total = total if round_weights is None else lib.zeros(shape[:2], dtype)
+        return cls(lib, top, total, lib.zeros(shape, dtype), rounded_total, round_weights)
 
     def fold(self, lines: slice, scores: Any, v: Any, *, first: bool) -> None:
         """Take in a block of keys.

@@ -14,7 +14,15 @@ from reference.agreement import PROBLEMS, assert_close
 from reference.attention import paged_attention
 from reference.problems import make_problem
 
-FINITE = ["causal prefill", "decode", "not causal", "window", "window, not causal", "groups of five", "wide vo"]
+FINITE = [
+    "causal prefill",
+    "decode",
+    "not causal",
+    "window",
+    "window, not causal",
+    "groups of five",
+    "wide vo",
+]
 
 
 @pytest.fixture(params=["numpy", "torch"])
@@ -166,7 +174,9 @@ def test_a_row_whose_keys_all_score_minus_infinity_is_not_an_empty_row() -> None
 
 
 def test_max_score_bounds_every_score_and_max_v_every_value() -> None:
-    problem = make_problem([3, 1], [5, 9], kv_dtype=torch.float8_e4m3fn, dtype=torch.float16, k_scale=0.5, v_scale=2.0)
+    problem = make_problem(
+        [3, 1], [5, 9], kv_dtype=torch.float8_e4m3fn, dtype=torch.float16, k_scale=0.5, v_scale=2.0
+    )
     state = paged_attention(*problem.tensors, **problem.options)
     k, v = (c[problem.slots].to(torch.float64) for c in (problem.k_cache, problem.v_cache))
     q = problem.q.to(torch.float64)

@@ -56,7 +56,9 @@ def tiled(problem: Problem, dtype: torch.dtype, tile: int) -> torch.Tensor:
 def test_other_low_precision_kernels_stay_within(dtype: torch.dtype, spread: float) -> None:
     for seed in range(25):
         kv_len = (1, 3, 17, 40)[seed % 4]
-        problem = make_problem([min(4, kv_len)], [kv_len], dtype=dtype, dims=(16, 16), spread=spread, seed=seed)
+        problem = make_problem(
+            [min(4, kv_len)], [kv_len], dtype=dtype, dims=(16, 16), spread=spread, seed=seed
+        )
         oracle, budget = budget_of(problem, dtype)
         for tile in (4, 16, 64):
             excess = exceeds(tiled(problem, dtype, tile), oracle, budget)
@@ -103,7 +105,11 @@ def test_finiteness_comes_first(bad: float) -> None:
     assert excess.where.tolist() == [True, False, False]
     assert excess.not_finite == 1
     assert exceeds(torch.tensor([1.0, 2.0, 3.0]), oracle, generous).where.tolist() == [False, True, True]
-    assert exceeds(torch.tensor([1.0, math.inf, -math.inf]), oracle, generous).where.tolist() == [False, True, True]
+    assert exceeds(torch.tensor([1.0, math.inf, -math.inf]), oracle, generous).where.tolist() == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_value_beyond_the_dtype_may_be_infinite() -> None:
@@ -176,7 +182,9 @@ def test_independent_float64_implementations_agree(
         state = paged_attention(*problem.tensors, **problem.options)
         with monkeypatch.context() as patch:
             patch.setattr(library, "NUMPY", library.torch_on(torch.device("cpu")))
-            other = paged_attention(*problem.tensors, **problem.options, chunk_bytes=1024 * max(1, num_keys // 5))
+            other = paged_attention(
+                *problem.tensors, **problem.options, chunk_bytes=1024 * max(1, num_keys // 5)
+            )
         for out, lse in ((other.out, other.lse), direct(problem)):
             assert (state.out - out).abs().max() <= exact_tolerance(state.max_score, state.max_v) / 4
             assert (state.lse - lse).abs().max() <= exact_tolerance(state.max_score, 1.0) / 3

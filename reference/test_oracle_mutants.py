@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,13 +50,13 @@ def own_key_hidden(position: Any, kv_len: int, mask: Mask) -> Any:
     return position if mask.causal else kv_len
 
 
-def cap_before_scale(q: Any, k: Any, soft_cap: float | None, seen: Any, lib: Any) -> Any:
+def cap_before_scale(q: Any, k: Any, soft_cap: float | None, hidden: Any, lib: Any) -> Any:
     scale = 8**-0.5
-    return softmax.hide(scale * softmax.cap(softmax.products(q, k) / scale, soft_cap, lib), seen, lib)
+    return softmax.hide(scale * softmax.cap(softmax.products(q, k) / scale, soft_cap, lib), hidden, lib)
 
 
-def cap_after_mask(q: Any, k: Any, soft_cap: float | None, seen: Any, lib: Any) -> Any:
-    return softmax.cap(softmax.hide(softmax.products(q, k), seen, lib), soft_cap, lib)
+def cap_after_mask(q: Any, k: Any, soft_cap: float | None, hidden: Any, lib: Any) -> Any:
+    return softmax.cap(softmax.hide(softmax.products(q, k), hidden, lib), soft_cap, lib)
 
 
 def cap_of_twice(scores: Any, soft_cap: float | None, lib: Any) -> Any:
@@ -92,31 +93,38 @@ def chunks_overlap(length: int, size: int) -> list[tuple[int, int]]:
     return [(max(start - 1, 0), min(start + size, length)) for start in range(0, length, size)]
 
 
-def not_cleared(out: Any, batch: Any, group: int) -> None:
+def not_cleared(out: Any, batch: Any, ranges: Any) -> None:
     return None
 
 
-def only_keyless_requests_cleared(out: Any, batch: Any, group: int) -> None:
-    line = 0
+def only_keyless_requests_cleared(out: Any, batch: Any, ranges: Any) -> None:
+    line, group = 0, out.shape[1] // sum(batch.qo_lens)
     for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True):
         if not kv_len:
             out[:, line : line + qo_len * group] = 0.0
         line += qo_len * group
 
 
-def custom_transposed(piece: Any, batch: Any, lib: Any) -> Any:
-    if batch.custom is None:
-        return masks.block(piece.rows, piece.keys, piece.qo_len, piece.kv_len, batch.mask, lib)
-    seen = batch.custom[piece.request]
-    return lib.array(seen.flip(0))[slice(*piece.rows), slice(*piece.keys)]
+def custom_upside_down(piece: Any, batch: Any, ranges: Any, lib: Any) -> Any:
+    first, end = (start - piece.row_start for start in piece.rows)
+    keys = slice(piece.keys[0] - piece.key_start, piece.keys[1] - piece.key_start)
+    return ~lib.array(batch.custom[piece.request].flip(0))[first:end, keys]
+
+
+def neighbours_seen(piece: Any, batch: Any, ranges: Any, lib: Any) -> Any:
+    first, end = (x[piece.rows[0] : piece.rows[1]] for x in ranges)
+    return lib.arange(*piece.keys) >= end
+
+
+right_gather = attention.gathered
 
 
 def not_dequantised(cache: Any, slots: Any, factor: float, compute: Any, lib: Any) -> Any:
-    return attention.converted(cache.index_select(0, slots), compute, lib).swapaxes(0, 1)
+    return right_gather(cache, slots, 1.0, compute, lib)
 
 
 def slots_off_by_one(cache: Any, slots: Any, factor: float, compute: Any, lib: Any) -> Any:
-    return attention.converted(cache.index_select(0, slots.roll(1)), compute, lib).swapaxes(0, 1) * factor
+    return right_gather(cache, np.roll(slots, 1), factor, compute, lib)
 
 
 def neutral_is_zero(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -134,18 +142,27 @@ MUTANTS = {
     "window too narrow": Mutant(
         masks, "first_key", window_too_narrow, (("window", three_loops), ("window", sdpa))
     ),
-    "window too wide": Mutant(masks, "first_key", window_too_wide, (("window", three_loops), ("window", sdpa))),
+    "window too wide": Mutant(
+        masks, "first_key", window_too_wide, (("window", three_loops), ("window", sdpa))
+    ),
     "own key hidden": Mutant(masks, "end_key", own_key_hidden, (("decode", three_loops), ("window", sdpa))),
     "cap before scale": Mutant(attention, "block_scores", cap_before_scale, (("soft cap", three_loops),)),
     "cap after mask": Mutant(
-        attention, "block_scores", cap_after_mask, (("soft cap and window", three_loops), ("soft cap", three_loops))
+        attention,
+        "block_scores",
+        cap_after_mask,
+        (("soft cap and window", three_loops), ("soft cap", three_loops)),
     ),
     "cap not multiplied back": Mutant(softmax, "cap", cap_of_twice, (("soft cap", three_loops),)),
     "GQA interleaved": Mutant(
         attention, "grouped", groups_interleaved, (("groups of five", three_loops), ("groups of five", sdpa))
     ),
-    "scale forgotten": Mutant(attention, "scaled", scale_forgotten, (("decode", three_loops), ("decode", sdpa))),
-    "scale twice": Mutant(attention, "scaled", scale_twice, (("own scale", three_loops), ("own scale", sdpa))),
+    "scale forgotten": Mutant(
+        attention, "scaled", scale_forgotten, (("decode", three_loops), ("decode", sdpa))
+    ),
+    "scale twice": Mutant(
+        attention, "scaled", scale_twice, (("own scale", three_loops), ("own scale", sdpa))
+    ),
     "LSE in base 2": Mutant(softmax, "natural_log", base_two, (("decode", three_loops), ("decode", splits))),
     "running maximum not rescaled": Mutant(softmax, "kept", not_rescaled, (("decode", chunk_sizes),)),
     "last chunk dropped": Mutant(attention, "chunks", last_chunk_dropped, (("decode", chunk_sizes),)),
@@ -159,7 +176,12 @@ MUTANTS = {
         only_keyless_requests_cleared,
         (("rows without keys", three_loops), ("rows without keys, window", three_loops)),
     ),
-    "custom mask upside down": Mutant(attention, "visible_block", custom_transposed, (("custom", three_loops),)),
+    "custom mask upside down": Mutant(
+        attention, "hidden_block", custom_upside_down, (("custom", three_loops),)
+    ),
+    "keys of earlier requests seen": Mutant(
+        attention, "hidden_block", neighbours_seen, (("decode", three_loops),)
+    ),
     "KV not dequantised": Mutant(
         attention, "gathered", not_dequantised, (("e4m3 cache", three_loops), ("e5m2 cache", three_loops))
     ),

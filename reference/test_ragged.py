@@ -23,7 +23,10 @@ PROBLEM = make_problem([2, 1], [3, 4])
         ({"qo_lens": [3]}, "qo_lens names 1 requests and kv_lens 2"),
         ({"qo_lens": [4, -1]}, "must not be negative"),
         ({"mask": Mask(causal=False, custom=1)}, "custom must hold one bool"),
-        ({"custom": [torch.ones(2, 3, dtype=torch.bool)]}, "custom holds 1 masks, must hold one for each of 2"),
+        (
+            {"custom": [torch.ones(2, 3, dtype=torch.bool)]},
+            "custom holds 1 masks, must hold one for each of 2",
+        ),
         (
             {"custom": [torch.ones(2, 3, dtype=torch.bool), torch.ones(4, 1, dtype=torch.bool)]},
             r"custom mask of request 1 is torch.bool \(4, 1\), must be torch.bool \(1, 4\)",
@@ -56,18 +59,30 @@ def test_tensors_that_do_not_fit_are_named(index: int, tensor: torch.Tensor, mes
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
-@pytest.mark.parametrize("max_scores", [1, 7, 1000])
-def test_pieces_cover_every_pair_of_row_and_key_once(size: int, max_scores: int) -> None:
-    qo_lens, kv_lens = [2, 0, 3, 4], [3, 5, 0, 6]
-    batch = Ragged(torch.arange(14), qo_lens, kv_lens, Mask(), None)
-    counts = [torch.zeros(qo, kv, dtype=torch.int64) for qo, kv in zip(qo_lens, kv_lens, strict=True)]
-    for lo, hi in chunks(14, size):
-        for piece in pieces(batch, (lo, hi), max_scores):
-            counts[piece.request][slice(*piece.rows), slice(*piece.keys)] += 1
-            first_key, first_row = sum(kv_lens[: piece.request]), sum(qo_lens[: piece.request])
-            assert piece.keys_of_chunk[0] + lo == first_key + piece.keys[0]
-            assert piece.rows_of_batch[0] == first_row + piece.rows[0]
+@pytest.mark.parametrize("max_scores", [1, 14, 1000])
+@pytest.mark.parametrize("join", [False, True])
+def test_pieces_cover_every_pair_of_row_and_key_once(size: int, max_scores: int, join: bool) -> None:
+    qo_lens, kv_lens = [2, 0, 3, 4, 1], [3, 5, 0, 6, 2]
+    batch = Ragged(torch.arange(16), qo_lens, kv_lens, Mask(), None)
+    counts = torch.zeros(10, 16, dtype=torch.int64)
+    seen_before = torch.zeros(10, dtype=torch.bool)
+    for chunk in chunks(16, size):
+        for piece in pieces(batch, chunk, num_qo_heads=2, max_scores=max_scores, join=join):
+            rows, keys = slice(*piece.rows), slice(*piece.keys)
+            assert chunk[0] <= piece.keys[0] < piece.keys[1] <= chunk[1]
             num_rows, num_keys = piece.rows[1] - piece.rows[0], piece.keys[1] - piece.keys[0]
-            assert num_rows == 1 or num_rows * num_keys <= max_scores
-            assert piece.keys_of_chunk[1] - piece.keys_of_chunk[0] == num_keys <= size
-    assert all((count == 1).all() for count in counts)
+            assert num_rows == 1 or 2 * num_rows * num_keys <= max_scores
+            counts[rows, keys] += 1
+            if piece.first:
+                assert not seen_before[rows].any()
+            seen_before[rows] = True
+    own = torch.zeros(10, 16, dtype=torch.bool)
+    own[0:2, 0:3] = own[5:9, 8:14] = own[9:10, 14:16] = True
+    assert (counts[own] == 1).all()
+    assert join or not counts[~own].any()
+
+
+def test_small_requests_are_joined_and_large_ones_are_not() -> None:
+    batch = Ragged(torch.arange(0), [1] * 6, [8, 9, 4000, 3, 4, 5], Mask(), None)
+    joined = pieces(batch, (0, 4029), num_qo_heads=4, max_scores=1 << 20, join=True)
+    assert [piece.rows for piece in joined] == [(0, 2), (2, 3), (3, 6)]

@@ -53,7 +53,9 @@ def three_loops(
                     if not sees:
                         continue
                     key = keys[slot][head // heads_per_kv]
-                    score = scale * math.fsum(a * (b * k_scale) for a, b in zip(queries[row][head], key, strict=True))
+                    score = scale * math.fsum(
+                        a * (b * k_scale) for a, b in zip(queries[row][head], key, strict=True)
+                    )
                     if mask.soft_cap is not None:
                         score = mask.soft_cap * math.tanh(score / mask.soft_cap)
                     scores.append(score)
@@ -66,7 +68,10 @@ def three_loops(
                 weights = [math.exp(score - top) for score in scores]
                 total = math.fsum(weights)
                 out[row].append(
-                    [math.fsum(w * v[d] for w, v in zip(weights, seen, strict=True)) / total for d in range(len(seen[0]))]
+                    [
+                        math.fsum(w * v[d] for w, v in zip(weights, seen, strict=True)) / total
+                        for d in range(len(seen[0]))
+                    ]
                 )
                 lse[row].append(top + math.log(total))
     return out, lse

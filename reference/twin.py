@@ -43,7 +43,9 @@ def low_precision(
     Returns:
         out in `dtype`, lse in float32.
     """
-    batch = Ragged.of(q, k_cache, v_cache, slots, qo_lens, kv_lens, mask, custom)
+    batch = Ragged.of(
+        q, k_cache, v_cache, slots=slots, qo_lens=qo_lens, kv_lens=kv_lens, mask=mask, custom=custom
+    )
     lib = library_of(q.device)
 
     def round_weights(weights: Any) -> Any:
@@ -54,10 +56,10 @@ def low_precision(
         k_cache,
         v_cache,
         batch,
-        (scale, k_scale, v_scale),
-        torch.float32,
-        chunk_bytes,
-        None if dtype == torch.float32 else round_weights,
+        scales=(scale, k_scale, v_scale),
+        compute=torch.float32,
+        chunk_bytes=chunk_bytes,
+        round_weights=None if dtype == torch.float32 else round_weights,
     )
     return state._replace(out=state.out.to(dtype))
 
