@@ -55,7 +55,7 @@ clean: ## Remove what the targets above made
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip -e '.[upgrade]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip -e '.[upgrade]'
 	@touch $@
 
 $(DEVELOPING): $(INSTALLED)

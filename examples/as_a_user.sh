@@ -4,22 +4,22 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(realpath --no-symlinks "${PYTHON:-.venv/bin/python}")
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
 
-rm -rf build
-"$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/dist .
-"$python" -m venv --without-pip build/user
-user=$PWD/build/user/bin/python
+rm -rf build # what an earlier build left would get into the wheel
+"$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$folder/dist" .
+"$python" -m venv --without-pip "$folder/venv"
+user=$folder/venv/bin/python
 install=("$python" -m pip --python "$user" install --quiet --disable-pip-version-check)
-"${install[@]}" --no-deps build/dist/*.whl
-"$user" - "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" <<'PY'
-import pathlib, sys, sysconfig
-pathlib.Path(sysconfig.get_path("purelib"), "borrowed.pth").write_text(sys.argv[1] + "\n")
-PY
+"${install[@]}" --no-deps "$folder"/dist/*.whl
+"$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+    >"$("$user" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
 "${install[@]}" './examples/my_engine[test]' # its requirements are there already
-cp -r examples/my_engine/tests build/tests
-mkdir build/empty
+cp -r examples/my_engine/tests "$folder/tests"
+mkdir "$folder/empty"
 
-cd build/empty
+cd "$folder/empty"
 "$user" -c 'import conformance, sys; assert conformance.__file__.startswith(sys.prefix), conformance.__file__'
 echo "--- the engine's own test"
 "$user" -m pytest -q ../tests
