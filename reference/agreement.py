@@ -1,7 +1,7 @@
 """Comparisons that the oracle must survive and that each of its mutants must fail.
 
-Each function raises AssertionError when the oracle disagrees with something independent of it. They call the oracle
-through its module, so that what a test puts in place of one of its parts is what is compared.
+Each function raises AssertionError when the oracle disagrees with something independent of it. They call the
+oracle through its module, so that a fault put in place of one of its parts is what is compared.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def assert_close(got: AttentionState, out: torch.Tensor, lse: torch.Tensor, what
 def agrees_with_three_loops(problem: Problem) -> None:
     """Equal to the plain Python version."""
     got = attention.paged_attention(*problem.tensors, **problem.options)
-    options = problem.options | {"slots": problem.slots.tolist()}
-    out, lse = three_loops(*problem.tensors, **options)
+    out, lse = three_loops(*problem.tensors, **problem.options)
     shape = (problem.q.shape[0], problem.q.shape[1], problem.v_cache.shape[2])
     wanted_out = torch.tensor(out, dtype=torch.float64).reshape(shape)
     assert_close(got, wanted_out, torch.tensor(lse, dtype=torch.float64).reshape(shape[:2]), "three loops")
@@ -107,10 +106,7 @@ def split_equals_whole(problem: Problem) -> None:
     problem = problem._replace(mask=Mask(causal=False))
     whole = attention.paged_attention(*problem.tensors, **problem.options)
     for k in range(kv_len + 1):
-        parts = [
-            attention.paged_attention(
-                *problem.tensors, **(problem.options | {"slots": problem.slots[span], "kv_lens": [length]})
-            )
-            for span, length in ((slice(None, k), k), (slice(k, None), kv_len - k))
-        ]
-        assert_close(merge.merge(*parts), whole.out, whole.lse, f"split at {k}")
+        keys = ((problem.slots[:k], k), (problem.slots[k:], kv_len - k))
+        parts = [problem._replace(slots=slots, kv_lens=[length]) for slots, length in keys]
+        states = [attention.paged_attention(*part.tensors, **part.options) for part in parts]
+        assert_close(merge.merge(*states), whole.out, whole.lse, f"split at {k}")

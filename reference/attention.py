@@ -124,7 +124,7 @@ def attend(
             del k, v  # before the next chunk is gathered
         out, lse = running.finish()
         if not running.total.all():
-            clear_empty_rows(out, batch, ranges)
+            clear_empty_rows(out, batch, ranges, lib)
         max_score = max_k * largest_norm(queries, lib)
     return AttentionState(ungrouped(out, group, lib), ungrouped(lse, group, lib), max_score, max_v)
 
@@ -132,9 +132,7 @@ def attend(
 def converted(x: torch.Tensor, compute: torch.dtype, lib: Library) -> Any:
     """A tensor as an array of the dtype `compute`."""
     if x.dtype == torch.float16 and x.numel() > 1 << 13:
-        x = x.to(
-            torch.float32
-        )  # torch has vector code for this step and for the next, but none for both in one
+        x = x.to(torch.float32)  # torch has vector code for either step, none for both at once
     return lib.array(x.to(compute))
 
 
@@ -180,16 +178,14 @@ def hidden_block(piece: Piece, batch: Ragged, ranges: tuple[Any, Any], lib: Libr
     return (key < first) | (key >= end)
 
 
-def clear_empty_rows(out: Any, batch: Ragged, ranges: tuple[Any, Any]) -> None:
-    """Write 0 to the lines of rows that see no key. (A row whose keys all score -inf stays 0 / 0, NaN.)."""
+def clear_empty_rows(out: Any, batch: Ragged, ranges: tuple[Any, Any], lib: Library) -> None:
+    """Write 0 to the lines of rows that see no key. A row whose keys all score -inf stays 0 / 0."""
     if batch.custom is not None:
-        empty = torch.cat([~seen.any(1) for seen in batch.custom]).tolist()
+        empty = lib.array(torch.cat([~seen.any(1) for seen in batch.custom]))
     else:
-        empty = (ranges[1] <= ranges[0])[:, 0].tolist()
+        empty = (ranges[1] <= ranges[0])[:, 0]
     by_row = out.reshape(out.shape[0], len(empty), -1, out.shape[2])
-    for row, is_empty in enumerate(empty):
-        if is_empty:
-            by_row[:, row] = 0.0
+    by_row[:, empty] = 0.0
 
 
 def largest(x: Any, lib: Library) -> tuple[float, bool]:

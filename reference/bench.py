@@ -55,7 +55,7 @@ class OracleCost(NamedTuple):
 def measure(num_requests: int = 64, kv_len: int = 4000, repeats: int = 3) -> OracleCost:
     """Measure everything in a fresh process with one thread."""
     arguments = [str(n) for n in (num_requests, kv_len, repeats)]
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: S603 - our own module and three numbers
         [sys.executable, "-m", "reference.bench", *arguments],
         env=os.environ | dict.fromkeys(THREAD_VARIABLES, "1"),
         capture_output=True,
@@ -100,13 +100,14 @@ def _sdpa(problem: Problem, requests: list[int], *, heads_as_rows: bool) -> torc
     kv_len = problem.kv_lens[0]
     q = problem.q[requests].to(torch.float64)
     slots = problem.slots.view(-1, kv_len)[requests].flatten()
+    shape = (len(requests), kv_len, problem.k_cache.shape[1], -1)
     k, v = (
-        cache.index_select(0, slots).to(torch.float64).unflatten(0, (len(requests), kv_len)).transpose(1, 2)
+        cache.index_select(0, slots).to(torch.float64).view(shape).swapaxes(1, 2)
         for cache in (problem.k_cache, problem.v_cache)
     )
     attend = torch.nn.functional.scaled_dot_product_attention
     if heads_as_rows:
-        rows = q.unflatten(1, (k.shape[1], -1))
+        rows = q.view(len(requests), shape[2], -1, q.shape[2])
         return attend(rows, k, v, scale=problem.scale).flatten(1, 2)
     return attend(q[:, :, None], k, v, scale=problem.scale, enable_gqa=True)[:, :, 0]
 

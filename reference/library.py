@@ -1,13 +1,13 @@
-"""The array functions that the oracle is written in: numpy's for tensors on a CPU, torch's for any other device.
+"""The array functions that the oracle is written in: numpy's on a CPU, torch's on any other device.
 
-A numpy call costs a fraction of a torch call, and most batches are tiny. Both libraries agree on everything that is
-spelled as an operator or a method (`@`, `reshape`, `swapaxes`, `sum`); the few names that differ are listed here.
+A numpy call costs a fraction of a torch call, and most batches are tiny. Both libraries agree on whatever is spelled
+as an operator or a method (`@`, `reshape`, `swapaxes`, `sum`); what they spell differently is listed here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,52 +16,67 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Functions on arrays of one library and device. Arrays are `Any`: numpy arrays or tensors."""
+    """Functions on the arrays of one library and device.
 
-    name: str
-    arange: Any
-    zeros: Any
-    """zeros(shape, dtype), with torch's dtypes."""
+    Args:
+        device: where its arrays are.
+        amax: amax(array, axis).
+        maximum: maximum(a, b), NaN where either is.
+        exp: exp(array, out=array).
+        log: log(array).
+        tanh: tanh(array).
+        isfinite: isfinite(array).
+        vecdot: vecdot(a, b), inner products along the last axis.
+        array: an array in the memory of a tensor of this device.
+        tensor: the inverse of `array`.
+    """
+
+    device: torch.device
     amax: Any
-    """amax(array, axis)"""
     maximum: Any
     exp: Any
     log: Any
     tanh: Any
     isfinite: Any
     vecdot: Any
-    """vecdot(a, b): inner products along the last axis."""
     array: Any
-    """A tensor of this library's device as an array, in the same memory."""
     tensor: Any
-    """The inverse of `array`."""
-    from_host: Any
-    """A numpy array as an array of this library's device."""
-    fill: Any
-    """fill(array, value, where) in place; `where` broadcasts."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def arange(self, start: int, end: int) -> Any:
+        return torch.arange(start, end, device=self.device)
+
+    def from_host(self, array: Any) -> Any:
+        """An array of this device that holds what a numpy array holds."""
+        return torch.as_tensor(array, device=self.device)
+
+    def fill(self, array: Any, value: float, where: Any) -> None:
+        """Write `value` in place; `where` broadcasts."""
+        array.masked_fill_(where, value)
 
 
-def library_of(device: torch.device) -> Library:
-    """The library to compute with on a device."""
-    return NUMPY if device.type == "cpu" else torch_on(device)
+class NumpyLibrary(Library):
+    """On a CPU: the same in numpy."""
+
+    __slots__ = ()
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        return np.zeros(shape, np.float64 if dtype == torch.float64 else np.float32)
+
+    def arange(self, start: int, end: int) -> Any:
+        return np.arange(start, end)
+
+    def from_host(self, array: Any) -> Any:
+        return array
+
+    def fill(self, array: Any, value: float, where: Any) -> None:
+        np.copyto(array, value, where=where)
 
 
-def _numpy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
-    return np.zeros(shape, np.float64 if dtype == torch.float64 else np.float32)
-
-
-def _numpy_fill(array: np.ndarray, value: float, where: np.ndarray) -> None:
-    np.copyto(array, value, where=where)
-
-
-def _torch_fill(array: torch.Tensor, value: float, where: torch.Tensor) -> None:
-    array.masked_fill_(where, value)
-
-
-NUMPY = Library(
-    name="numpy",
-    arange=np.arange,
-    zeros=_numpy_zeros,
+NUMPY: Library = NumpyLibrary(
+    device=torch.device("cpu"),
     amax=np.maximum.reduce,
     maximum=np.maximum,
     exp=np.exp,
@@ -70,28 +85,27 @@ NUMPY = Library(
     isfinite=np.isfinite,
     vecdot=np.vecdot,
     array=torch.Tensor.numpy,
-    tensor=torch.from_numpy,
-    from_host=lambda array: array,
-    fill=_numpy_fill,
+    tensor=torch.from_numpy,  # pyright: ignore[reportUnknownMemberType]
 )
+
+
+def library_of(device: torch.device) -> Library:
+    """The library to compute with on a device."""
+    return NUMPY if device.type == "cpu" else torch_on(device)
 
 
 @cache
 def torch_on(device: torch.device) -> Library:
-    """torch's functions for one device."""
+    """Torch's functions on one device."""
     return Library(
-        name="torch",
-        arange=partial(torch.arange, device=device),
-        zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device),
+        device=device,
         amax=torch.amax,
         maximum=torch.maximum,
         exp=torch.exp,
         log=torch.log,
         tanh=torch.tanh,
         isfinite=torch.isfinite,
-        vecdot=torch.linalg.vecdot,
-        array=lambda tensor: tensor,
+        vecdot=torch.linalg.vecdot,  # pyright: ignore[reportUnknownMemberType]
+        array=torch.as_tensor,
         tensor=torch.as_tensor,
-        from_host=lambda array: torch.from_numpy(array).to(device),
-        fill=_torch_fill,
     )

@@ -9,7 +9,7 @@ import torch
 
 from cases.model import Mask
 
-
+CAUSAL = Mask()
 TENSORS = {"q", "k_cache", "v_cache"}
 
 
@@ -42,7 +42,7 @@ def make_problem(
     qo_lens: Sequence[int],
     kv_lens: Sequence[int],
     *,
-    mask: Mask = Mask(),
+    mask: Mask = CAUSAL,
     heads: tuple[int, int] = (4, 2),
     dims: tuple[int, int] = (8, 8),
     dtype: torch.dtype = torch.float64,

@@ -67,7 +67,7 @@ class Ragged:
             raise ValueError(f"slots is {tuple(slots.shape)}, must be [sum(kv_lens)] = ({num_keys},)")
         if num_keys and not 0 <= slots.min() <= slots.max() < num_slots:
             raise ValueError(
-                f"slots holds {slots.min()} .. {slots.max()}, the cache has slots 0 .. {num_slots - 1}"
+                f"slots holds {int(slots.min())} .. {int(slots.max())}, the cache has slots 0 .. {num_slots - 1}"
             )
         if custom is not None:
             custom = _checked_custom(custom, qo_lens, kv_lens, q.device)

@@ -29,7 +29,7 @@ def products(q: Any, k: Any) -> Any:
 
 
 def cap(scores: Any, soft_cap: float | None, lib: Library) -> Any:
-    """c * tanh(score / c), as Gemma 2 caps its logits."""
+    """The soft cap of Gemma 2: c * tanh(score / c)."""
     return scores if soft_cap is None else lib.tanh(scores / soft_cap) * soft_cap
 
 
@@ -112,5 +112,5 @@ class RunningSoftmax:
             self.rounded_total[:, lines] = rounded_total
 
     def finish(self) -> tuple[Any, Any]:
-        """out `[num_kv_heads, lines, head_dim_vo]` (0 / 0 without keys), lse `[num_kv_heads, lines]`."""
+        """Out `[num_kv_heads, lines, head_dim_vo]` (0 / 0 without keys), lse `[num_kv_heads, lines]`."""
         return self.acc / self.total[..., None], self.top + natural_log(self.rounded_total, self.lib)

@@ -8,7 +8,7 @@ from reference.masks import key_ranges, visible
 
 
 def pattern(mask: torch.Tensor) -> list[str]:
-    return ["".join("#" if sees else "." for sees in row) for row in mask.tolist()]
+    return ["".join("#" if sees else "." for sees in row) for row in mask.numpy().tolist()]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_masks_drawn_by_hand(qo_len: int, kv_len: int, mask: Mask, wanted: list[
         for hi in range(lo, kv_len + 1):
             assert torch.equal(visible(qo_len, kv_len, mask, keys=(lo, hi)), seen[:, lo:hi])
     first, end = (x.tolist() for x in key_ranges([0, 2, qo_len], [3, 4, kv_len], mask))
-    for row, keys in enumerate(seen.tolist()):
+    for row, keys in enumerate(seen.numpy().tolist()):
         assert [i + 7 for i, sees in enumerate(keys) if sees] == list(range(first[row + 2], end[row + 2]))
 
 

@@ -26,7 +26,7 @@ three_loops, sdpa, chunk_sizes, splits = (
 
 @dataclass(frozen=True)
 class Mutant:
-    """`fault` stands in for the function `name` of `place`; `caught_by` names problems and the checks that see it."""
+    """`fault` stands in for `place.name`; `caught_by` holds problems and the checks that see it on them."""
 
     place: Any
     name: str
@@ -93,11 +93,11 @@ def chunks_overlap(length: int, size: int) -> list[tuple[int, int]]:
     return [(max(start - 1, 0), min(start + size, length)) for start in range(0, length, size)]
 
 
-def not_cleared(out: Any, batch: Any, ranges: Any) -> None:
+def not_cleared(out: Any, batch: Any, ranges: Any, lib: Any) -> None:
     return None
 
 
-def only_keyless_requests_cleared(out: Any, batch: Any, ranges: Any) -> None:
+def only_keyless_requests_cleared(out: Any, batch: Any, ranges: Any, lib: Any) -> None:
     line, group = 0, out.shape[1] // sum(batch.qo_lens)
     for qo_len, kv_len in zip(batch.qo_lens, batch.kv_lens, strict=True):
         if not kv_len:
@@ -112,8 +112,7 @@ def custom_upside_down(piece: Any, batch: Any, ranges: Any, lib: Any) -> Any:
 
 
 def neighbours_seen(piece: Any, batch: Any, ranges: Any, lib: Any) -> Any:
-    first, end = (x[piece.rows[0] : piece.rows[1]] for x in ranges)
-    return lib.arange(*piece.keys) >= end
+    return lib.arange(*piece.keys) >= ranges[1][piece.rows[0] : piece.rows[1]]
 
 
 right_gather = attention.gathered

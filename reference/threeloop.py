@@ -1,4 +1,4 @@
-"""Attention in three loops of plain Python, for the tests of the oracle: rows, heads, keys, one number at a time.
+"""Attention in three loops of plain Python, for the tests of the oracle: rows, heads, keys.
 
 It shares nothing with the oracle but the meaning.
 """
@@ -18,7 +18,7 @@ def three_loops(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
-    slots: Sequence[int],
+    slots: torch.Tensor,
     qo_lens: Sequence[int],
     kv_lens: Sequence[int],
     mask: Mask,
@@ -27,14 +27,14 @@ def three_loops(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[list[list[list[float]]], list[list[float]]]:
-    """out[row][head][dim] and natural-log lse[row][head] for finite inputs; the arguments of `paged_attention`."""
-    queries, keys, values = (t.to(torch.float64).tolist() for t in (q, k_cache, v_cache))
+    """The arguments of `paged_attention`, finite; returns out[row][head][dim] and natural-log lse[row][head]."""
+    queries, keys, values = (t.to(torch.float64).numpy().tolist() for t in (q, k_cache, v_cache))
     heads_per_kv = q.shape[1] // k_cache.shape[1]
     out: list[list[list[float]]] = []
     lse: list[list[float]] = []
     first_slot = 0
     for request, (qo_len, kv_len) in enumerate(zip(qo_lens, kv_lens, strict=True)):
-        own = [int(slot) for slot in slots[first_slot : first_slot + kv_len]]
+        own: list[int] = slots[first_slot : first_slot + kv_len].numpy().tolist()
         first_slot += kv_len
         for i in range(qo_len):
             row = len(out)
