@@ -131,7 +131,9 @@ def _end_empty_rows(
     lse: np.ndarray,
 ) -> None:
     """Before 0.7.4 masked scores are finite: empty rows end in a sentinel, and fa3 averages its tiles."""
-    if releases.at_least("flashinfer", "0.7.4") or not np.isneginf(lse).any():
+    if not lse.size or np.isfinite(lse.sum()) or releases.at_least("flashinfer", "0.7.4"):
+        return  # neither -inf nor NaN anywhere
+    if not np.isneginf(lse).any():
         return
     lonely = np.isneginf(lse[:, 0])
     lse[np.isneginf(lse)] = SENTINEL

@@ -100,6 +100,20 @@ def launch_of(
     )
 
 
+def _check_pool(launch: Launch, kv_indptr: torch.Tensor, indices: torch.Tensor, num_pages: int) -> None:
+    """Strict mode's finding about page ids, once for a plan and pool."""
+    record = rules.strict()
+    plan = launch.plan
+    if record is None or plan.pool_checked == num_pages:
+        return
+    plan.pool_checked = num_pages
+    count = plan.kv[-1]
+    if plan.kernel != "fa3":
+        starts = words(kv_indptr)
+        count = int(starts[min(plan.batch_size, starts.size - 1)]) if starts.size else 0
+    rules.pool(record, "paged_kv_indices", indices, max(count, 0), num_pages, launch.page_size)
+
+
 @cuda.kernel
 def paged_kernel(
     launch: Launch,
@@ -127,13 +141,7 @@ def paged_kernel(
             lse.fill_(float("nan"))
         return
     k, v = cuda.host(k), cuda.host(v)
-    record = rules.strict()
-    if record is not None and plan.kernel != "fa3":
-        used = words(kv_indptr)
-        count = int(used[min(plan.batch_size, used.size - 1)]) if used.size else 0
-        rules.pool(record, "paged_kv_indices", indices, max(count, 0), k.shape[0], launch.page_size)
-    elif record is not None:
-        rules.pool(record, "paged_kv_indices", indices, plan.kv[-1], k.shape[0], launch.page_size)
+    _check_pool(launch, kv_indptr, indices, k.shape[0])
     read = spans.paged(
         plan,
         qo_indptr,

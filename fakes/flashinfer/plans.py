@@ -59,6 +59,8 @@ class Plan:
     token: int = field(default_factory=lambda: next(_tokens))
     read: Any = None
     """Spans read last, with the bytes that they were read from."""
+    pool_checked: int | None = None
+    """Pages of the pool that the page ids were compared with."""
     warned: Any = None
     """Mark of the batch that findings about this plan's use were recorded for."""
     _schedule: Schedule | None = None

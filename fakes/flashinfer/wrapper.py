@@ -198,7 +198,7 @@ def report_overwritten() -> None:
 
 
 def _token(buffer: torch.Tensor) -> np.ndarray:
-    return cuda.host(buffer)[:8].numpy().view(np.int64)
+    return cuda.host(buffer).numpy()[:8].view(np.int64)
 
 
 def _pinned(size: int) -> torch.Tensor:
