@@ -8,6 +8,7 @@ from hypothesis.strategies import SearchStrategy
 from cases.model import Case
 from conformance.examine import examine
 from conformance.question import Question
+from conformance.simplify import simplify
 from conformance.support import unsupported
 from conformance.sweep import CHUNK
 from conformance.trial import Asker
@@ -31,7 +32,7 @@ def smallest(
         search = _Search(asker, check)
         search.run(strategy, seed * 1_000_003 + chunk, min(CHUNK, max_examples - chunk * CHUNK))
         if search.smallest is not None:
-            return search.smallest
+            return simplify(search.smallest, search.fails)
     return None
 
 
@@ -58,7 +59,7 @@ class _Search:
         )
         @given(strategy)
         def probe(case: Case) -> None:
-            if self._fails(case):
+            if self.fails(case):
                 self.smallest = case
                 raise _Found
 
@@ -67,14 +68,19 @@ class _Search:
         except _Found:
             return
 
-    def _fails(self, case: Case) -> bool:
+    def fails(self, case: Case) -> bool:
         if case in self._known:
             return self._known[case]
         if self.smallest is not None:
             self._shrinks += 1
             if self._shrinks > MAX_SHRINKS:
                 return False
-        supported = unsupported(case, self.asker.spec.capabilities, self.asker.mode) is None
-        fails = supported and self.check in examine(Question(case), self.asker, {self.check}).failed
-        self._known[case] = fails
-        return fails
+        self._known[case] = fails(case, self.asker, self.check)
+        return self._known[case]
+
+
+def fails(case: Case, asker: Asker, check: str) -> bool:
+    """Whether a backend fails a check on a case that it declares."""
+    if unsupported(case, asker.spec.capabilities, asker.mode) is not None:
+        return False
+    return check in examine(Question(case), asker, {check}).failed

@@ -11,7 +11,7 @@ WIDTH = 120
 """Columns of a terminal; where the matrix is wider, long headings are broken in two."""
 
 
-_BREAKS = {"metadata": 4, "lifecycle": 4, "determinism": 7, "relations": 4, "refusals": 4, "unsupported": 5}
+_BREAKS = {"metadata": 4, "lifecycle": 4, "determinism": 5, "relations": 4, "refusals": 4, "unsupported": 5}
 """Where a long heading is broken."""
 
 

@@ -66,7 +66,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu: needs no GPU")
     config.addinivalue_line("markers", "gpu: needs a GPU and the real kernel libraries")
-    asked = config.getoption("backend") or config.getoption("trace_file") or config.getoption("library") != "fake"
+    asked = (
+        config.getoption("backend") or config.getoption("trace_file") or config.getoption("library") != "fake"
+    )
     if asked or config.getoption("device_sim") == "full":
         results(config)
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from pydantic import ValidationError
 
@@ -182,10 +182,10 @@ def _parse(text: str, where: str) -> Line:
         plain: Any = json.loads(text)
     except json.JSONDecodeError as error:
         raise ReportError(f"{where}: is not JSON: {error.msg} at column {error.colno}") from None
-    kind: object = plain.get("kind") if isinstance(plain, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    if kind not in KINDS:
+    kind: Any = cast("dict[str, Any]", plain).get("kind") if isinstance(plain, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ReportError(f"{where}: kind is {kind!r}, must be one of {', '.join(KINDS)}")
-    model = KINDS[str(kind)]
+    model = KINDS[kind]
     try:
         return model.model_validate_json(text)
     except ValidationError as error:

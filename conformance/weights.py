@@ -11,6 +11,9 @@ from cases.model import Case
 from cases.tensors import StepTensors
 from reference.masks import visible
 
+_UNDERFLOW = 1e-6
+"""A smaller weight may be rounded to 0."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
@@ -43,7 +46,8 @@ def describe(weights: Weights, request: int | None) -> list[str]:
 
 
 def _wrong_heads(weights: Weights) -> list[str]:
-    must: np.ndarray = np.arange(weights.want.shape[1]) // weights.case.heads.group_size
+    heads = weights.case.heads
+    must = np.repeat(np.arange(heads.num_kv_heads), heads.group_size)
     reads = weights.want.sum(axis=2) > 0
     wrong = np.argwhere(reads & (np.abs(weights.kv_heads - must) > 0.01))
     if not len(wrong):
@@ -55,9 +59,9 @@ def _wrong_heads(weights: Weights) -> list[str]:
         if abs(got - round(got)) < 0.01
         else f"a mixture of KV heads (their mean is {got:.3g})"
     )
-    heads = ", ".join(map(str, sorted({int(h) for _, h in wrong})))
+    in_heads = ", ".join(map(str, sorted({int(h) for _, h in wrong})))
     where = f"row {row}, head {head} takes the values of {which}, must take those of KV head {must[head]}"
-    return [f"every row gives its keys the right weights, but {where} (wrong in heads {heads})"]
+    return [f"every row gives its keys the right weights, but {where} (wrong in heads {in_heads})"]
 
 
 class _Row:
@@ -75,7 +79,7 @@ class _Row:
         """Column of each of the request's own keys, by position."""
         self.seen = self._visible()
         reads = self.got != 0  # a key that is masked has no weight at all, whatever the rounding
-        must = self.want[self.columns] > 8 * weights.tolerance
+        must = self.want[self.columns] > _UNDERFLOW
         self.missing = np.flatnonzero(self.seen & must & ~reads[self.columns])
         self.hidden = np.flatnonzero(~self.seen & reads[self.columns])
         foreign = reads.copy()
@@ -94,7 +98,8 @@ class _Row:
         where = f"row {self.row} (request {self.request}, position {self.position}), head {self.head}"
         if not np.isfinite(self.got).all():
             return [f"{where}: not finite, though every slot of the pool holds numbers"]
-        found = [*self._missing(), *self._hidden(), *self._foreign(), *self._sum()]
+        factor = self._factor()
+        found = [*(factor or self._missing()), *self._hidden(), *self._foreign(), *self._sum()]
         return [f"{where}: {line}" for line in found or self._weighed_wrongly()]
 
     def _missing(self) -> list[str]:
@@ -158,16 +163,19 @@ class _Row:
         return []
 
     def _weighed_wrongly(self) -> list[str]:
-        factor = self._score_factor()
-        if factor is not None:
-            cause = _scale_cause(factor, self.case.scale)
-            return [f"reads the right keys, with every score {factor:.4g} times what it must be{cause}"]
         got, want = self.got[self.columns], self.want[self.columns]
         worst = np.argsort(-np.abs(got - want), kind="stable")[:4]
         each = ", ".join(
             f"position {i}: {got[i]:.4g}, must be {want[i]:.4g}" for i in worst if got[i] != want[i]
         )
         return [f"reads the right keys with wrong weights ({each})"]
+
+    def _factor(self) -> list[str]:
+        factor = self._score_factor()
+        if factor is None or math.isclose(factor, 1.0, rel_tol=0.02):
+            return []
+        cause = _scale_cause(factor, self.case.scale)
+        return [f"every score is {factor:.3g} times what it must be{cause}"]
 
     def _score_factor(self) -> float | None:
         """The one factor on all scores that explains the weights, if there is one."""
