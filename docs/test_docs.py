@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,23 @@ def test_json_is_a_case(page: Path) -> None:
     for _, text in blocks(page, "json"):
         json.loads(text)
         from_json(text)
+
+
+def test_report_is_read_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    case = '{"steps":[{"requests":[{}]}]}'
+    assert main(["run", "--backend", "torch", "--case", case, "--report", "report.jsonl"]) == 0
+    ((_, code),) = blocks(ROOT / "docs/reports.md", "python")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["report"].footer.verdicts == len(names["report"].verdicts)
+    assert names["failed"] == []
+
+
+def test_shown_test_is_that_of_the_example() -> None:
+    test = (EXAMPLE.parent.parent / "tests/test_attention.py").read_text()
+    for page in ("README.md", "docs/adapters.md"):
+        assert test in [text for _, text in blocks(ROOT / page, "python")]
 
 
 def test_every_check_is_described_in_order() -> None:
