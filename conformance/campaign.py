@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from hypothesis.strategies import SearchStrategy
 
 from cases.model import Case, Level
+from cases.simplify import simplify
 from conformance.examine import examine
 from conformance.find import fails, smallest
 from conformance.outcome import LEADING, Verdict
 from conformance.question import Question
 from conformance.selection import distinct, named_cases, smoke_cases, strategies
-from conformance.simplify import simplify
 from conformance.sweep import Sweep, Tally, draw, size
 from conformance.trial import Asker
 

@@ -78,6 +78,7 @@ class EngineRun:
         steps = len(self.question.case.steps)
         execution = Execution(nan, self.recorder, self._executions * steps, with_lse)
         self._executions += 1
+        self.recorder.muted = not execution.is_first
         if self.backend is None:
             execution.failure = self._built.failure
             return execution

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from cases.model import Case
+from cases.simplify import simplify
 from conformance.examine import examine
 from conformance.question import Question
-from conformance.simplify import simplify
 from conformance.support import unsupported
 from conformance.sweep import CHUNK
 from conformance.trial import Asker

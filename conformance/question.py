@@ -10,7 +10,7 @@ import torch
 from cases.codec import digest
 from cases.model import Case
 from cases.tensors import CaseTensors, StepTensors, materialise
-from reference import AttentionState, Budget, error_budget, exact_tolerance, low_precision, paged_attention
+from reference import AttentionState, Budget, error_budget, exact_tolerance, least_budget, low_precision, paged_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,12 @@ class Question:
             )
             self._answers[key] = Answer(state, exact_tolerance(state.max_score, state.max_v))
         return self._answers[key]
+
+    def least_budget(self, step: int, layer: int) -> Budget:
+        """What `budget` allows at least; costs no twin."""
+        state = self.answer(step, layer).state
+        dtype = getattr(torch, self.case.dtype)
+        return least_budget(state, dtype=dtype, max_score=state.max_score, max_v=state.max_v)
 
     def budget(self, step: int, layer: int) -> Budget:
         """How far a result in the case's dtype may be from the answer: measured on the low-precision twin."""

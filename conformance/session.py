@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
+from threadpoolctl import threadpool_limits
 
 from backends.libraries import DISTRIBUTIONS, Answer, LibraryError, LibraryKind, answered, use
 from backends.registry import BackendSpec, resolve, spec_of
@@ -59,6 +61,9 @@ class Session:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # two threads made small cases 12 times slower
         self._stack.callback(torch.set_num_threads, threads)
+        self._stack.enter_context(threadpool_limits(1))  # numpy's BLAS does not listen to torch
+        self._stack.callback(gc.set_threshold, *gc.get_threshold())
+        gc.set_threshold(50_000, 20, 20)  # a case makes and drops thousands of objects, few of them in cycles
         simulated: Machine | None = None
         for spec in self.specs:
             if spec.capabilities.library and simulated is None:

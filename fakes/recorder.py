@@ -127,6 +127,8 @@ class Recorder:
 
     mode: Mode = "strict"
     at: Any = None
+    muted: bool = False
+    """Calls are still numbered, but neither their arguments are copied nor findings looked for."""
     calls: list[Call] = field(default_factory=list[Call])
     findings: list[Finding] = field(default_factory=list[Finding])
     _exact: dict[int, tuple[torch.Tensor, np.ndarray]] = field(
@@ -135,6 +137,12 @@ class Recorder:
 
     @property
     def strict(self) -> bool:
+        """Whether findings are wanted now."""
+        return self.mode == "strict" and not self.muted
+
+    @property
+    def extended(self) -> bool:
+        """Whether the fakes take what the real kernels refuse and state as their extension: float32."""
         return self.mode == "strict"
 
     def call(
@@ -147,11 +155,13 @@ class Recorder:
         plan: int | None = None,
     ) -> Call:
         """Record a call before it is carried out, with a snapshot of its arguments."""
-        seen = {
-            key: TensorRecord.of(value) if isinstance(value, torch.Tensor) else value
-            for key, value in arguments.items()
-            if value is not None
-        }
+        seen: dict[str, Any] = {}
+        if not self.muted:
+            seen = {
+                key: TensorRecord.of(value) if isinstance(value, torch.Tensor) else value
+                for key, value in arguments.items()
+                if value is not None
+            }
         entry = Call(len(self.calls), library, name, op, owner, seen, self.at, plan)
         self.calls.append(entry)
         return entry

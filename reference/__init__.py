@@ -7,6 +7,7 @@ from reference.budget import (
     error_budget,
     exact_tolerance,
     exceeds,
+    least_budget,
     lse_budget,
 )
 from reference.masks import visible
@@ -20,6 +21,7 @@ __all__ = [
     "error_budget",
     "exact_tolerance",
     "exceeds",
+    "least_budget",
     "low_precision",
     "lse_budget",
     "paged_attention",

@@ -68,6 +68,11 @@ def error_budget(
     return _budget(oracle.out, twin.out, dtype, slack)
 
 
+def least_budget(oracle: AttentionState, *, dtype: torch.dtype, max_score: float, max_v: float) -> Budget:
+    """What `error_budget` allows at least, whatever the twin errs: a result within it needs no twin."""
+    return error_budget(oracle, oracle, dtype=dtype, max_score=max_score, max_v=max_v)
+
+
 def lse_budget(oracle: AttentionState, twin: AttentionState, *, max_score: float) -> Budget:
     """Budget for a float32 natural-log `lse`, as `error_budget`; rows without keys (-inf) are exact."""
     slack = 4.0 * torch.finfo(torch.float32).eps * (1.0 + max_score)

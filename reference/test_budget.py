@@ -13,6 +13,7 @@ from reference.budget import (
     error_budget,
     exact_tolerance,
     exceeds,
+    least_budget,
     lse_budget,
     rounding_step,
 )
@@ -26,6 +27,17 @@ def budget_of(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, Budge
     oracle = paged_attention(*problem.tensors, **problem.options)
     twin = low_precision(*problem.tensors, **problem.options, dtype=dtype)
     return oracle.out, error_budget(oracle, twin, dtype=dtype, max_score=oracle.max_score, max_v=oracle.max_v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_least_budget_allows_no_more_than_the_budget(dtype: torch.dtype) -> None:
+    problem = make_problem([3, 1], [40, 9], heads=(4, 2), dims=(64, 64), dtype=dtype)
+    oracle = paged_attention(*problem.tensors, **problem.options)
+    _, budget = budget_of(problem, dtype)
+    least = least_budget(oracle, dtype=dtype, max_score=oracle.max_score, max_v=oracle.max_v)
+    assert bool((torch.as_tensor(least.max_abs) <= torch.as_tensor(budget.max_abs)).all())
+    assert least.mean_abs <= budget.mean_abs
+    assert not exceeds(oracle.out.to(dtype), oracle.out, least).failed
 
 
 def tiled(problem: Problem, dtype: torch.dtype, tile: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from conformance.support import unsupported
 from conformance.trial import Trial
 
 NAME = "refusals"
-DRAWN_FROM = 4
+DRAWN_FROM = 16
 """Every so many cases, by seed, one provocation is put."""
 
 

@@ -18,8 +18,8 @@ from conformance.support import unsupported
 from conformance.trial import Trial
 
 NAME = "relations"
-DRAWN_FROM = 2 * len(RELATIONS)
-"""A case draws relation `seed % DRAWN_FROM`; half of the numbers stand for none."""
+DRAWN_FROM = 4 * len(RELATIONS)
+"""A case draws relation `seed % DRAWN_FROM`; three numbers in four stand for none."""
 
 
 def check(trial: Trial) -> list[Finding] | None:

@@ -450,7 +450,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             causal = self._causal and not masked
             launch = paged_run.launch_of(self, plan, call, k, q_scale, k_scale, v_scale, causal=causal)
             record = recorder.current()
-            launch.zeroed = fresh and not (record is not None and record.strict)
+            launch.zeroed = fresh and not (record is not None and record.extended)
         paged_run.paged_kernel(
             launch,
             q,

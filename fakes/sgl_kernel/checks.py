@@ -67,7 +67,7 @@ def _cumulative(name: str, tensor: torch.Tensor) -> None:
 
 def _dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     record = recorder.current()
-    extended = q.dtype == torch.float32 and record is not None and record.strict  # ours, not the library's
+    extended = q.dtype == torch.float32 and record is not None and record.extended  # ours, not the library's
     if q.dtype not in _FLOATS and not extended:
         refuse("FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
     if k.dtype != q.dtype:
