@@ -231,6 +231,7 @@ def _shorter_requests(r: AnyRequest, p: int) -> Iterator[AnyRequest]:
 
 
 def _plainer_steps(_: Case, drafts: Sequence[_Draft]) -> _Changes:
+    yield [_Draft(draft.requests, "decode", "decode") for draft in drafts], {}
     for i, draft in enumerate(drafts):
         for plain in (
             _Draft(draft.requests, "decode", "decode"),
