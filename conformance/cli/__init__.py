@@ -49,6 +49,8 @@ def run_command(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Options of the chosen command only: other commands' files are not imported."""
+    if argv[:1] == ["bench"]:  # it reads its own options
+        return argparse.Namespace(command="bench", rest=list(argv[1:]))
     parser = _Parser(
         prog="conformance", description="Conformance of attention backends of LLM serving engines."
     )

@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-
 def main(args: argparse.Namespace) -> int:
     from conformance import bench
 
