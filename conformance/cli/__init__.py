@@ -40,7 +40,7 @@ def run_command(argv: Sequence[str]) -> int:
         return 130
     except BrokenPipeError:  # whoever read our output has gone; Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 3
+        return 141
     except Exception as error:  # noqa: BLE001 - the last resort
         traceback.print_exc()
         print(f"conformance: the harness itself failed: {type(error).__name__}: {error}", file=sys.stderr)
