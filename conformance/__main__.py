@@ -1,6 +1,6 @@
 """The command `conformance`, also `python -m conformance`.
 
-Exit codes: 0 all well, 1 findings, 2 wrong usage, 3 the harness itself failed, 130 interrupted, 141 nobody reads the output.
+Exit codes: 0 all well, 1 findings, 2 wrong usage, 3 the harness itself failed; 130 interrupted, 141 output not read.
 """
 
 from __future__ import annotations
