@@ -54,6 +54,11 @@ class StepTensors:
         return torch.from_numpy(np.flatnonzero(keep))
 
     @cached_property
+    def new_kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """k_all and v_all of the new tokens alone."""
+        return self.k_all[:, self.new], self.v_all[:, self.new]
+
+    @cached_property
     def out_loc(self) -> torch.Tensor:
         """int32 `[num_new]`: the slot of each new token."""
         return self.slots[self.new].int()

@@ -29,13 +29,20 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _key(seed: int, *parts: np.ndarray | int) -> np.ndarray:
-    """Hash of the parts, broadcast against each other, as uint64."""
-    with np.errstate(over="ignore"):
-        h = _mix(np.asarray(seed + 0x9E3779B9, dtype=np.uint64))
-        for part in parts:
-            h = _mix(h + np.uint64(0x9E3779B97F4A7C15) + np.asarray(part, dtype=np.uint64))
-    return h
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _key(seed: int, *parts: np.ndarray) -> np.ndarray:
+    """Hash of the parts, elementwise, as uint64."""
+    h = np.uint64((seed + 1) * _GOLDEN % (1 << 64))
+    for part in parts:
+        h = _mix(h + part.astype(np.uint64) * np.uint64(_GOLDEN))
+    return np.asarray(h)
+
+
+def _salted(h: np.ndarray, salt: np.ndarray | int) -> np.ndarray:
+    """A further hash of each one, broadcast against `salt`."""
+    return _mix(h + np.asarray(salt, dtype=np.uint64) * np.uint64(_GOLDEN))
 
 
 def _rows(keys: np.ndarray, width: int) -> np.ndarray:
@@ -68,8 +75,9 @@ def keys_and_values(case: Case, tokens: TokenIds) -> tuple[np.ndarray, np.ndarra
     """K float32 `[layers, num_tokens, num_kv_heads, head_dim_qk]` and V `[..., head_dim_vo]` of one step."""
     heads = case.heads
     layers = np.arange(case.num_layers)[:, None]
+    token = _key(case.seed, tokens.uid, tokens.position)
     shape = (case.num_layers, len(tokens.uid), heads.num_kv_heads)
-    k = _rows(_key(case.seed, tokens.uid, tokens.position, layers, 1), heads.num_kv_heads * heads.head_dim_qk)
+    k = _rows(_salted(token, 4 * layers + 1), heads.num_kv_heads * heads.head_dim_qk)
     if case.values == "constant_v":
         v = np.ones((*shape, heads.head_dim_vo), dtype=np.float32)
         v *= (1 + layers[..., None, None]).astype(np.float32)
@@ -77,9 +85,7 @@ def keys_and_values(case: Case, tokens: TokenIds) -> tuple[np.ndarray, np.ndarra
         hot = tokens.position[:, None, None] % heads.head_dim_vo == np.arange(heads.head_dim_vo)
         v = np.broadcast_to(hot, (*shape, heads.head_dim_vo)).astype(np.float32)
     else:
-        v = _rows(
-            _key(case.seed, tokens.uid, tokens.position, layers, 2), heads.num_kv_heads * heads.head_dim_vo
-        )
+        v = _rows(_salted(token, 4 * layers + 2), heads.num_kv_heads * heads.head_dim_vo)
     return k.reshape(*shape, heads.head_dim_qk), v.reshape(*shape, heads.head_dim_vo)
 
 
@@ -103,18 +109,18 @@ def queries(case: Case, step: Step, tokens: TokenIds, rows: RowIds, k: np.ndarra
     uid = np.array([r.uid for r in step.requests], dtype=np.int64)[rows.request]
     layers = np.arange(case.num_layers)[:, None, None]
     head = np.arange(heads.num_qo_heads)
-    who = (uid[:, None], (rows.position + (1 << 32))[:, None], layers, head)
+    who = _salted(_key(case.seed, uid, rows.position + (1 << 32))[:, None], 8192 * layers + head)
     if case.values == "random":
-        return _rows(_key(case.seed, *who, 3), heads.head_dim_qk)
+        return _rows(who, heads.head_dim_qk)
     borders = _borders(case.mask, case.page_size, step.requests, rows)
-    pick = (_key(case.seed, *who, 4) % np.uint64(borders.shape[1])).astype(np.int64)
+    pick = (who % np.uint64(borders.shape[1])).astype(np.int64)
     needle = borders[np.arange(len(rows.request))[:, None], pick]
     needle += tokens.start[rows.request][:, None]
     needle = np.minimum(needle, len(tokens.uid) - 1)
     aimed = k[layers, needle, head // heads.group_size]
     norm = np.einsum("lrhd,lrhd->lrh", aimed, aimed) * np.float32(case.k_scale * case.scale)
     if case.values == "extreme":
-        sign = np.where(_key(case.seed, *who, 5) % np.uint64(4) == 0, -1, 1)
+        sign = np.where((who >> np.uint64(32)) % np.uint64(4) == 0, -1, 1)
         score = (_EXTREME_SCORE * sign).astype(np.float32)
     else:
         visible = np.maximum(rows.position + 1, 2)

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from cases.model import Case
+from cases.tensors import StepTensors
 from conformance.execution import LayerRun
-from fakes.recorder import Attended, Span
+from fakes.recorder import Attended, Call, Span
 
 OUTSIDE = -1
 """Slot of a key that does not stand in the layer's pool."""
@@ -46,6 +47,41 @@ def read_spans(
             ReadSpan(base_row + span.q_start, span.q_end - span.q_start, k_slots, v_slots, span, custom)
         )
     return spans
+
+
+def is_plain(
+    case: Case,
+    tensors: StepTensors,
+    call: Call,
+    handed: LayerRun,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+) -> bool:
+    """Whether one call does all that a layer asks, in the plain way: the usual case, told without decoding it."""
+    a, mask, step = call.attended, case.mask, tensors.step
+    if a is None or a.custom is not None or mask.custom is not None or mask.window is not None:
+        return False
+    if a.window_left >= 0 or a.window_right > 0 or len(a.spans) != len(step.requests):
+        return False
+    if (a.causal or a.window_right == 0) != mask.causal and any(n != 1 for n in step.qo_lens):
+        return False
+    if a.q.data_ptr() != handed.q.data_ptr() or a.q.stride() != handed.q.stride():
+        return False
+    if a.layout == "ragged":
+        wanted, k, v = np.arange(len(tensors.tokens.uid)), handed.k, handed.v
+    elif a.layout == case.layout and (a.layout == "NHD" or a.page_size == case.page_size):
+        wanted, k, v = tensors.slots.numpy(), k_pool, v_pool
+    else:
+        return False
+    for given, own in ((a.k, k), (a.v, v)):
+        if given.data_ptr() != own.data_ptr() or not (given.is_contiguous() and own.is_contiguous()):
+            return False
+    row = 0
+    for span, qo_len, kv_len in zip(a.spans, step.qo_lens, step.kv_lens, strict=True):
+        if (span.q_start, span.q_end, len(span.slots)) != (row, row + qo_len, kv_len):
+            return False
+        row += qo_len
+    return np.array_equal(np.concatenate([span.slots for span in a.spans]), wanted)
 
 
 def visible_keys(attended: Attended, span: ReadSpan) -> np.ndarray:

@@ -165,7 +165,7 @@ class EngineRun:
         if self.question.case.strided:
             q, k, v = fused(q, k, v)
         else:
-            q = q.clone()
+            q, k, v = q.clone(), k.clone(), v.clone()
         for tensor in (q, k, v):
             self.machine.adopt(tensor)
         return [LayerRun(*layer) for layer in zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True)]
@@ -191,8 +191,8 @@ class EngineRun:
 
 
 def _new_tokens(case: Case, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, and the k and v that an engine computes in this step, in the case's dtype."""
-    k, v = tensors.k_all[:, tensors.new], tensors.v_all[:, tensors.new]
+    """q, and the k and v that an engine computes in this step, in the case's dtype; not to be written to."""
+    k, v = tensors.new_kv
     if case.stored_as_fp8:
         dtype = tensors.q.dtype
         k, v = (k.float() * case.k_scale).to(dtype), (v.float() * case.v_scale).to(dtype)

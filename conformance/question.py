@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -36,25 +37,30 @@ class Question:
         return digest(self.case)
 
     def answer(self, step: int, layer: int) -> Answer:
-        """The oracle's answer for one layer of one step."""
-        key = (step, layer)
-        if key not in self._answers:
-            t = self.tensors.steps[step]
+        """The oracle's answer for one layer of one step. All layers are computed at once, as heads of one attention."""
+        if (step, layer) not in self._answers:
+            t, layers = self.tensors.steps[step], self.case.num_layers
             state = paged_attention(
-                t.q[layer],
-                t.k_all[layer],
-                t.v_all[layer],
-                slots=torch.arange(t.k_all.shape[1]),
-                qo_lens=t.step.qo_lens,
-                kv_lens=t.step.kv_lens,
-                mask=self.case.mask,
-                scale=self.case.scale,
-                custom=t.custom,
-                k_scale=self.case.k_scale,
-                v_scale=self.case.v_scale,
+                _side_by_side(t.q), _side_by_side(t.k_all), _side_by_side(t.v_all), **self._batch(t)
             )
-            self._answers[key] = Answer(state, exact_tolerance(state.max_score, state.max_v))
-        return self._answers[key]
+            tolerance = exact_tolerance(state.max_score, state.max_v)
+            parts = zip(state.out.chunk(layers, dim=1), state.lse.chunk(layers, dim=1), strict=True)
+            for index, (out, lse) in enumerate(parts):
+                self._answers[step, index] = Answer(state._replace(out=out, lse=lse), tolerance)
+        return self._answers[step, layer]
+
+    def _batch(self, t: StepTensors) -> dict[str, Any]:
+        """What the oracle and its twin are told beside q, k and v."""
+        return {
+            "slots": torch.arange(t.k_all.shape[1]),
+            "qo_lens": t.step.qo_lens,
+            "kv_lens": t.step.kv_lens,
+            "mask": self.case.mask,
+            "scale": self.case.scale,
+            "custom": t.custom,
+            "k_scale": self.case.k_scale,
+            "v_scale": self.case.v_scale,
+        }
 
     def least_budget(self, step: int, layer: int) -> Budget:
         """What `budget` allows at least; costs no twin."""
@@ -68,20 +74,7 @@ class Question:
         if key not in self._budgets:
             t = self.tensors.steps[step]
             dtype = getattr(torch, self.case.dtype)
-            twin = low_precision(
-                t.q[layer],
-                t.k_all[layer],
-                t.v_all[layer],
-                slots=torch.arange(t.k_all.shape[1]),
-                qo_lens=t.step.qo_lens,
-                kv_lens=t.step.kv_lens,
-                mask=self.case.mask,
-                scale=self.case.scale,
-                dtype=dtype,
-                custom=t.custom,
-                k_scale=self.case.k_scale,
-                v_scale=self.case.v_scale,
-            )
+            twin = low_precision(t.q[layer], t.k_all[layer], t.v_all[layer], dtype=dtype, **self._batch(t))
             state = self.answer(step, layer).state
             self._budgets[key] = error_budget(
                 state, twin, dtype=dtype, max_score=state.max_score, max_v=state.max_v
@@ -90,3 +83,8 @@ class Question:
 
     def step(self, step: int) -> StepTensors:
         return self.tensors.steps[step]
+
+
+def _side_by_side(x: torch.Tensor) -> torch.Tensor:
+    """`[layers, n, heads, dim]` as `[n, layers * heads, dim]`."""
+    return x.transpose(0, 1).flatten(1, 2)

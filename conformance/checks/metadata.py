@@ -13,7 +13,7 @@ import numpy as np
 
 from cases.tensors import StepTensors
 from conformance import reading
-from conformance.decode import ReadSpan, read_spans, visible_keys
+from conformance.decode import ReadSpan, is_plain, read_spans, visible_keys
 from conformance.execution import LayerRun
 from conformance.fields import wrong_fields
 from conformance.outcome import Finding
@@ -97,14 +97,17 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
     pool = trial.pool
     decoded: list[tuple[Attended, ReadSpan]] = []
     found: list[Finding] = []
+    k_pool, v_pool = pool.k_cache(layer), pool.v_cache(layer)
+    plainly = len(calls) == 1 and is_plain(trial.case, tensors, calls[0], handed, k_pool, v_pool)
     for call in calls:
         attended = call.attended
         if attended is None:
             continue
-        spans = read_spans(trial.case, attended, handed, pool.k_cache(layer), pool.v_cache(layer))
-        decoded += [(attended, span) for span in spans]
+        if not plainly:
+            spans = read_spans(trial.case, attended, handed, k_pool, v_pool)
+            decoded += [(attended, span) for span in spans]
         found += _scalars(trial, attended, step, layer)
-    if _as_asked(trial, tensors, decoded):
+    if plainly or _as_asked(trial, tensors, decoded):
         return found
     wrong = reading.compare(trial.case, tensors, decoded)
     if wrong is None:
@@ -131,10 +134,14 @@ def _page_size(call: Call) -> int:
 def _scalars(trial: Trial, attended: Attended, step: int, layer: int) -> list[Finding]:
     case = trial.case
     found: list[Finding] = []
-    scales = (case.scale, case.scale * case.k_scale)
-    if not any(math.isclose(attended.scale, scale, rel_tol=1e-6) for scale in scales):
-        message = f"the softmax scale is {attended.scale:.6g}, must be {case.scale:.6g}"
-        found.append(Finding(check=NAME, step=step, layer=layer, field="sm_scale", message=message))
+    for field, got, want in (
+        ("sm_scale", attended.scale, case.scale),
+        ("k_scale", attended.k_scale, case.k_scale),
+        ("v_scale", attended.v_scale, case.v_scale),
+    ):
+        if not math.isclose(got, want, rel_tol=1e-6):
+            message = f"{field} is {got:.6g}, must be {want:.6g}"
+            found.append(Finding(check=NAME, step=step, layer=layer, field=field, message=message))
     if not math.isclose(attended.soft_cap, case.mask.soft_cap or 0.0, rel_tol=1e-6):
         message = f"the soft cap is {attended.soft_cap or 'none'}, must be {case.mask.soft_cap or 'none'}"
         found.append(Finding(check=NAME, step=step, layer=layer, field="soft_cap", message=message))

@@ -7,6 +7,7 @@ them, and comes back when they do, has read them.
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from conformance.execution import Execution
 from conformance.outcome import Finding
@@ -62,6 +63,8 @@ def differing_layers(a: Execution, b: Execution) -> list[tuple[int, int, int]]:
     for step, (run_a, run_b) in enumerate(zip(a.steps, b.steps, strict=False)):
         for layer, (x, y) in enumerate(zip(run_a.layers, run_b.layers, strict=False)):
             if x.values is None or y.values is None or x.values.shape != y.values.shape:
+                continue
+            if torch.equal(x.values, y.values):
                 continue
             same = (x.values == y.values) | (x.values.isnan() & y.values.isnan())
             if not same.all():
