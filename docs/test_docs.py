@@ -160,6 +160,7 @@ def test_adapter_step(
 ) -> None:
     """The step prints what the page shows; "..." stands for lines that it leaves out.
 
+    Decimals are not compared: the values of a case's tensors are nothing to describe.
     A step without output passes the cases on which the steps before it failed.
     """
     source, shown = STEPS[step]
@@ -173,10 +174,9 @@ def test_adapter_step(
     code = main(replay or ["run", "--backend", BACKEND])
     printed = "".join(capsys.readouterr())
     assert code == (1 if replay else 2), printed
-    for line in shown.splitlines():
-        assert line in ("", "...") or line in printed.splitlines(), (
-            f"{line}\n\nis not printed any more:\n{printed}"
-        )
+    lines = _without_decimals(printed)
+    missing = [line for line in _without_decimals(shown) if line not in ("", "...") and line not in lines]
+    assert missing == [], f"not printed any more; printed is:\n{printed}"
 
 
 def test_readme_shows_one_of_these_outputs() -> None:
@@ -189,6 +189,10 @@ def test_last_step_is_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert _without_docstrings(source) == _without_docstrings(EXAMPLE.read_text())
     _become(EXAMPLE.read_text(), tmp_path, monkeypatch)
     conformance.check(BACKEND, cases=20)
+
+
+def _without_decimals(text: str) -> list[str]:
+    return re.sub(r"-?\d+\.\d+(e-\d+)?", "#", text).splitlines()
 
 
 def _replay(shown: str) -> list[str] | None:
