@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from hypothesis.strategies import SearchStrategy
-
 from cases.model import Case, Level
 from cases.simplify import simplify
 from conformance.examine import examine
 from conformance.find import fails, smallest
 from conformance.outcome import LEADING, Verdict
 from conformance.question import Question
-from conformance.selection import distinct, named_cases, smoke_cases, strategies
+from conformance.selection import cases_for, distinct, named_cases, smoke_cases
 from conformance.sweep import Sweep, Tally, draw, size
 from conformance.trial import Asker
 
 _SMALL = (1, 4, 1)
 """Size of a case that need not be searched for a smaller one."""
 LEVELS: tuple[Level, ...] = ("engine", "kernel")
+MAX_ROUNDS = 20
+"""Draws of `count` cases after which a backend that declares next to nothing has been asked enough."""
+ROUND_SEEDS = 1_000_000_007
+"""Apart by so much, the seeds of two rounds meet nowhere."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Campaign:
 
     Args:
         askers: backends of one level or both.
-        count: random cases per level.
+        count: random cases per backend, of those that it declares.
         seed: draws them.
         smoke: whether the smallest cases are asked.
         named: whether the corpus and the named edges are asked.
@@ -80,22 +82,29 @@ class Campaign:
             )
         self._ask(self._given)
         for sweep in self.sweeps.values():
-            for strategy, count in self._shares(sweep):
-                for drawn in draw(strategy, count, self.seed):
-                    self._ask(drawn)
+            self._ask_random(sweep)
 
-    def _shares(self, sweep: Sweep) -> list[tuple[SearchStrategy[Case], int]]:
-        """What random cases are drawn from, and how many from each."""
-        found = strategies([asker.spec.capabilities for asker in sweep.askers])
-        least, more = divmod(self.count, len(found))
-        return [(strategy, least + (index < more)) for index, strategy in enumerate(found)]
+    def _ask_random(self, sweep: Sweep) -> None:
+        """One draw serves every backend of the level, until each has been asked `count` cases that it declares."""
+        strategy = cases_for([asker.spec.capabilities for asker in sweep.askers])
+        wanted = {name: tally.ran + self.count for name, tally in sweep.tallies.items()}
+        for round_ in range(MAX_ROUNDS if self.count else 0):
+            for drawn in draw(strategy, self.count, self.seed + round_ * ROUND_SEEDS):
+                for case in drawn:
+                    open_ = [a for a in sweep.askers if sweep.tallies[a.spec.name].ran < wanted[a.spec.name]]
+                    if not open_:
+                        return
+                    self._tell(case, sweep.ask(case, open_))
 
     def _ask(self, cases: Iterable[Case]) -> None:
         for case in cases:
             sweep = self.sweeps.get(case.level)
-            for verdict in sweep.ask(case) if sweep is not None else ():
-                if self._told is not None:
-                    self._told(case, verdict)
+            if sweep is not None:
+                self._tell(case, sweep.ask(case))
+
+    def _tell(self, case: Case, verdicts: Iterable[Verdict]) -> None:
+        for verdict in verdicts if self._told is not None else ():
+            self._told(case, verdict)  # pyright: ignore[reportOptionalCall]
 
     @property
     def tallies(self) -> dict[str, Tally]:
@@ -125,9 +134,9 @@ class Campaign:
         asker = known.asker
         found = [simplify(known.case, lambda case: fails(case, asker, check))]
         if size(found[0]) > _SMALL:
-            for strategy, count in self._shares(self.sweeps[asker.spec.level]):
-                case = smallest(asker, check, strategy, seed=self.seed, max_examples=count)
-                found += [] if case is None else [case]
+            strategy = cases_for([asker.spec.capabilities])
+            case = smallest(asker, check, strategy, seed=self.seed, max_examples=self.count)
+            found += [] if case is None else [case]
         for case in sorted(found, key=size):
             verdict = examine(Question(case), asker, self._checks)
             if check in verdict.failed:  # a backend that answers differently each time may pass now

@@ -6,8 +6,6 @@ where they belong, poison everywhere else, so that each step is judged by itself
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -113,27 +111,23 @@ class EngineRun:
             run.changed = self._changed(index, batch, given)
             run.pool = (self.pool.k.clone(), self.pool.v.clone())
 
-    @contextmanager
-    def at(self, mark: Mark) -> Iterator[None]:
-        """The backend's own code runs inside, and nothing else."""
-        self.recorder.at = mark
-        with self.machine.running(), resumed(self.recorder):
-            yield
-
     def build(self, context: EngineContext) -> Any:
         """Make the backend object."""
-        with self.at(Mark(-1, -1)):
+        self.recorder.at = Mark(-1, -1)
+        with self.machine.running(), resumed(self.recorder):
             return self.spec.factory(context)
 
     def prepare(self, backend: Any, batch: Batch, mark: Mark) -> None:
         """Have the backend prepare a batch."""
-        with self.at(mark):
+        self.recorder.at = mark
+        with self.machine.running(), resumed(self.recorder):
             backend.prepare_metadata(batch)
 
     def forward(self, backend: Any, batch: Batch, handed: LayerRun, mark: Mark, with_lse: bool) -> object:
         """Have the backend compute one layer; whatever it returns."""
         call = backend.forward_return_lse if with_lse else backend.forward
-        with self.at(mark):
+        self.recorder.at = mark
+        with self.machine.running(), resumed(self.recorder):
             return call(handed.q, handed.k, handed.v, mark.layer, batch)
 
     def _receive(self, execution: Execution, handed: LayerRun, answer: object) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,13 +78,9 @@ class Execution:
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict[tuple[int, int], Answer])
     """Answers by (step, layer) that differ from the question's own, for adapters that merge given states."""
 
-    @contextmanager
-    def catching(self, step: int, layer: int) -> Iterator[None]:
+    def catching(self, step: int, layer: int) -> _Catching:
         """Only backend code runs inside: whatever it throws is its verdict, and ends the execution."""
-        try:
-            yield
-        except (Exception, SystemExit) as error:  # noqa: BLE001
-            self.failure = Failure(error, step, layer, isinstance(error, Refused))
+        return _Catching(self, step, layer)
 
     @property
     def is_first(self) -> bool:
@@ -96,3 +90,21 @@ class Execution:
     def calls(self, step: int) -> list[Call]:
         """Library calls of one step, in order."""
         return [c for c in self.recorder.calls if c.at.batch == self.first_batch + step]
+
+
+class _Catching:
+    """A class, not a generator: it is entered for every call of every case."""
+
+    __slots__ = ("_execution", "_layer", "_step")
+
+    def __init__(self, execution: Execution, step: int, layer: int) -> None:
+        self._execution, self._step, self._layer = execution, step, layer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        if not isinstance(error, (Exception, SystemExit)):
+            return False
+        self._execution.failure = Failure(error, self._step, self._layer, isinstance(error, Refused))
+        return True

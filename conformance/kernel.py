@@ -13,6 +13,7 @@ from cases.tensors import StepTensors
 from conformance.engine import EngineRun, fused, receive
 from conformance.execution import Execution, LayerRun, Mark, StepRun
 from conformance.question import Answer
+from fakes.recorder import resumed
 from reference import AttentionState, exact_tolerance, paged_attention, visible
 from reference.merge import from_base, merge_all, to_base
 
@@ -52,7 +53,8 @@ class KernelRun(EngineRun):
 
     def attend(self, backend: Any, call: KernelCall, mark: Mark) -> object:
         """Have the adapter make one call; whatever it returns."""
-        with self.at(mark):
+        self.recorder.at = mark
+        with self.machine.running(), resumed(self.recorder):
             return backend.attend(call)
 
     def _call(self, execution: Execution, tensors: StepTensors, index: int, layer: int) -> KernelCall:

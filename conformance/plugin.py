@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from conformance.suite import Results
 
 DEFAULT_CASES = 200
-"""Random cases per level: what keeps all built-in backends below a minute."""
+"""Random cases per backend: what keeps all built-in backends below a minute."""
 
 _HOME = Path(__file__).resolve().parent.parent
 _SUITE = Path(__file__).with_name("test_conformance.py")
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=DEFAULT_CASES,
         metavar="N",
-        help=f"random cases per level (default: {DEFAULT_CASES})",
+        help=f"random cases per backend (default: {DEFAULT_CASES})",
     )
     group.addoption("--case-seed", type=int, default=0, metavar="N", help="of the random cases (default: 0)")
     group.addoption("--trace-file", metavar="FILE", help="also ask the batches of a request trace")

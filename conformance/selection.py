@@ -15,7 +15,7 @@ from cases.codec import load
 from cases.edges import EDGES
 from cases.model import Case, Heads, KernelRequest, Level, Request, Step
 from cases.strategies import engine_cases, kernel_cases
-from conformance.wanted import wanted_by
+from conformance.wanted import wanted_by_any
 
 CORPUS = Path(cases.__file__).parent / "corpus"
 
@@ -49,13 +49,10 @@ def named_cases(level: Level) -> tuple[Case, ...]:
     return tuple(case for case in [*corpus, *edges] if case.level == level)
 
 
-def strategies(asked: Sequence[Capabilities]) -> list[SearchStrategy[Case]]:
-    """Random cases for backends of one level: one strategy for each different declaration among them.
-
-    A single one for all would draw mostly what only the backend that declares most can be asked.
-    """
-    different = dict.fromkeys(map(wanted_by, asked))
-    return [engine_cases(w) if w.level == "engine" else kernel_cases(w) for w in different]
+def cases_for(asked: Sequence[Capabilities]) -> SearchStrategy[Case]:
+    """Random cases for backends of one level: all that any of them declares."""
+    wanted = wanted_by_any(asked)
+    return engine_cases(wanted) if wanted.level == "engine" else kernel_cases(wanted)
 
 
 def distinct(cases: Iterable[Case]) -> list[Case]:

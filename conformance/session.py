@@ -64,6 +64,8 @@ class Session:
         self._stack.enter_context(threadpool_limits(1))  # numpy's BLAS does not listen to torch
         self._stack.callback(gc.set_threshold, *gc.get_threshold())
         gc.set_threshold(50_000, 20, 20)  # a case makes and drops thousands of objects, few of them in cycles
+        gc.freeze()
+        self._stack.callback(gc.unfreeze)
         simulated: Machine | None = None
         for spec in self.specs:
             if spec.capabilities.library and simulated is None:

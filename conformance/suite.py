@@ -24,7 +24,7 @@ class Results:
 
     Args:
         named: backends; none: all built-in ones and two hybrids.
-        cases: random cases per level. seed: draws them.
+        cases: random cases per backend. seed: draws them.
         trace: a request trace whose batches are asked too.
         folder: where cases are written that are too long for a replay line.
 

@@ -68,10 +68,11 @@ class Sweep:
         self.tallies = {asker.spec.name: Tally(asker.spec.name) for asker in askers}
         self.reached = Reached()
 
-    def ask(self, case: Case) -> list[Verdict]:
-        """Put one case to every backend."""
+    def ask(self, case: Case, askers: Sequence[Asker] | None = None) -> list[Verdict]:
+        """Put one case to every backend, or to those named."""
         question = Question(case)
-        verdicts = [examine(question, asker, self.checks) for asker in self.askers]
+        chosen = self.askers if askers is None else askers
+        verdicts = [examine(question, asker, self.checks) for asker in chosen]
         for verdict in verdicts:
             self.tallies[verdict.backend].add(case, verdict)
         if any(v.unsupported is None for v in verdicts):

@@ -128,7 +128,7 @@ def test_case_nobody_declares_is_wrong_usage(capsys: pytest.CaptureFixture[str])
 def test_run_of_a_case_file_and_of_a_trace(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     (here / "case.json").write_text(GOOD)
     assert main(["run", "--backend", "torch", "--case", "case.json"]) == 0
-    assert "cases        0 random ones per level" in (said := capsys.readouterr().out)
+    assert "cases        0 random ones per backend" in (said := capsys.readouterr().out)
     assert "\ncases       3\n" in said
     assert (
         main(["run", "--backend", "torch", "--trace", str(TRACE), "--batches", "5", "--page-size", "4"]) == 0

@@ -6,8 +6,7 @@ mode, and record nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -209,13 +208,19 @@ class Recorder:
 _open: list[Recorder] = []
 
 
-@contextmanager
-def resumed(recorder: Recorder) -> Iterator[Recorder]:
+class resumed:  # noqa: N801 - used like the function `recording`
     """Let the fakes write to this recorder. Recorders nest; the innermost one is written to."""
-    _open.append(recorder)
-    try:
-        yield recorder
-    finally:
+
+    __slots__ = ("_recorder",)
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> Recorder:
+        _open.append(self._recorder)
+        return self._recorder
+
+    def __exit__(self, *_: object) -> None:
         _open.pop()
 
 

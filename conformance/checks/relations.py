@@ -18,8 +18,8 @@ from conformance.support import unsupported
 from conformance.trial import Trial
 
 NAME = "relations"
-DRAWN_FROM = 4 * len(RELATIONS)
-"""A case draws relation `seed % DRAWN_FROM`; three numbers in four stand for none."""
+DRAWN_FROM = 8 * len(RELATIONS)
+"""A case draws relation `seed % DRAWN_FROM`; seven numbers in eight stand for none."""
 
 
 def check(trial: Trial) -> list[Finding] | None:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cases",
         type=at_least(0),
         metavar="N",
-        help=f"random cases per level (default: {DEFAULT_CASES}; none beside --trace or --case)",
+        help=f"random cases per backend (default: {DEFAULT_CASES}; none beside --trace or --case)",
     )
     parser.add_argument(
         "--seed", type=at_least(0), default=0, metavar="N", help="of the random cases (default: 0)"
@@ -126,7 +126,7 @@ def _head_text(head: report.Header, count: int, trace: TraceBatches) -> str:
         f"libraries    {libraries}, {head.mode} mode",
         f"device       {head.device}",
         f"left out     {NEEDS_FULL_DEVICE}: they need the full device of a later release",
-        f"cases        {count} random ones per level, seed {head.seed}",
+        f"cases        {count} random ones per backend, seed {head.seed}",
     ]
     for label, line in zip(("trace", *[""] * len(trace.lines)), trace.lines, strict=False):
         lines.append(f"{label:12} {line}")
