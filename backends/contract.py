@@ -199,8 +199,9 @@ class KernelCall:
     v: torch.Tensor
     """The same keys ragged: `[sum(kv_lens), num_kv_heads, dim]`."""
     states: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    """For adapters that declare `merges`: partial attention over disjoint keys, (v `[num_rows, num_qo_heads, head_dim_vo]`,
-    lse float32 `[num_rows, num_qo_heads]` in the declared base). Empty for others."""
+    """For adapters that declare `merges`: partial attention over disjoint keys, each as v
+    `[num_rows, num_qo_heads, head_dim_vo]` and lse float32 `[num_rows, num_qo_heads]` in the declared base. Empty for
+    others."""
     qo_lens: list[int]
     kv_lens: list[int]
     pages: list[list[int]]

@@ -210,7 +210,9 @@ class Case:
         if self.kv_dtype not in (None, self.dtype) and not self.stored_as_fp8:
             raise ValueError(f"kv_dtype {self.kv_dtype} is neither dtype {self.dtype} nor an fp8 type")
         if self.level == "engine" and not self.mask.causal:
-            raise ValueError("a case of level engine is causal; non-causal and custom masks are for level kernel")
+            raise ValueError(
+                "a case of level engine is causal; non-causal and custom masks are for level kernel"
+            )
         if not self.stored_as_fp8 and (self.k_scale, self.v_scale) != (1.0, 1.0):
             raise ValueError("k_scale and v_scale belong to an fp8 KV cache")
         lengths: dict[int, int] = {}

@@ -87,8 +87,7 @@ def _release(
     rows: list[int],
 ) -> None:
     own = {r.uid: _own_pages(r, page_size) for r in step.requests}
-    for uid in [uid for uid in row_of if uid not in own]:
-        rows.append(row_of.pop(uid))
+    rows.extend(row_of.pop(uid) for uid in [uid for uid in row_of if uid not in own])
     for uid, mine in list(held.items()):
         kept = own.get(uid, 0)
         pages.extend(mine[kept:])
@@ -101,12 +100,15 @@ def _placed(
     step: Step, page_size: int, held: dict[int, list[int]], row_of: dict[int, int], free: list[int]
 ) -> Placed:
     offsets = np.arange(page_size)
-    pages: list[np.ndarray] = []
-    slots: list[np.ndarray] = []
-    for r in step.requests:
-        borrowed = [] if r.prefix_of is None else held[r.prefix_of][: r.prefix_len // page_size]
-        mine = np.array(borrowed + held[r.uid], dtype=np.int64)
-        pages.append(mine)
-        slots.append((mine[:, None] * page_size + offsets).reshape(-1)[: r.kv_len])
+    borrowed = [
+        [] if r.prefix_of is None else held[r.prefix_of][: r.prefix_len // page_size] for r in step.requests
+    ]
+    pages = tuple(
+        np.array(lent + held[r.uid], dtype=np.int64) for r, lent in zip(step.requests, borrowed, strict=True)
+    )
+    slots = tuple(
+        (own[:, None] * page_size + offsets).reshape(-1)[: r.kv_len]
+        for r, own in zip(step.requests, pages, strict=True)
+    )
     rows = tuple(row_of[r.uid] for r in step.requests)
-    return Placed(rows, tuple(pages), tuple(slots), np.array(sorted(free), dtype=np.int64))
+    return Placed(rows, pages, slots, np.array(sorted(free), dtype=np.int64))

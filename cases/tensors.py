@@ -39,19 +39,19 @@ class StepTensors:
     @cached_property
     def slots(self) -> torch.Tensor:
         """int64 `[num_tokens]`: slot of every token in `k_all`."""
-        return torch.from_numpy(np.concatenate(self.placed.slots))
+        return torch.as_tensor(np.concatenate(self.placed.slots))
 
     @cached_property
     def new(self) -> torch.Tensor:
         """int64 `[num_new]`: the tokens in `k_all` that an engine computes in this step."""
-        return torch.from_numpy(self.tokens.new)
+        return torch.as_tensor(self.tokens.new)
 
     @cached_property
     def stored(self) -> torch.Tensor:
         """int64: the tokens in `k_all` that stand in the pool before the step."""
         keep = np.ones(len(self.tokens.uid), dtype=bool)
         keep[self.tokens.new] = False
-        return torch.from_numpy(np.flatnonzero(keep))
+        return torch.as_tensor(np.flatnonzero(keep))
 
     @cached_property
     def new_kv(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,11 +102,13 @@ class CaseTensors:
         Made once; not to be written to."""
         if step not in self._tables:
             placed = self.steps[step].placed
-            free = (placed.free_pages[:, None] * self.case.page_size + np.arange(self.case.page_size)).reshape(-1)
+            free = (
+                placed.free_pages[:, None] * self.case.page_size + np.arange(self.case.page_size)
+            ).reshape(-1)
             table = np.resize(free, (self.plan.num_rows, self.case.table_width)).astype(np.int32)
             for row, slots in zip(placed.rows, placed.slots, strict=True):
                 table[row, : len(slots)] = slots
-            self._tables[step] = torch.from_numpy(table)
+            self._tables[step] = torch.as_tensor(table)
         return self._tables[step]
 
     def empty_pool(self, dim: int, fill: float) -> torch.Tensor:
@@ -160,7 +162,7 @@ def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     # numpy gives an array without elements odd strides, which kernels look at
     if not array.size:
         return torch.empty(array.shape, dtype=dtype)
-    return torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
+    return torch.as_tensor(np.ascontiguousarray(array)).to(dtype)
 
 
 def custom_masks(seed: int, step: Step) -> tuple[torch.Tensor, ...]:
@@ -171,5 +173,5 @@ def custom_masks(seed: int, step: Step) -> tuple[torch.Tensor, ...]:
         mask = rng.random((r.qo_len, r.kv_len)) < 0.67
         if r.kv_len:
             mask[np.arange(r.qo_len), rng.integers(0, r.kv_len, r.qo_len)] = True
-        masks.append(torch.from_numpy(mask))
+        masks.append(torch.as_tensor(mask))
     return tuple(masks)

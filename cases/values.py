@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cases.model import AnyRequest, Case, Mask, Step
 
@@ -61,14 +62,27 @@ class TokenIds:
 
     def __init__(self, step: Step) -> None:
         lens = np.array(step.kv_lens, dtype=np.int64)
-        self.start = np.concatenate(([0], np.cumsum(lens)))
-        self.position = np.arange(self.start[-1]) - np.repeat(self.start[:-1], lens)
-        self.uid = np.repeat(np.array([r.uid for r in step.requests], dtype=np.int64), lens)
+        self.start: NDArray[np.int64] = np.concatenate(([0], np.cumsum(lens)))
+        self.position: NDArray[np.int64] = np.arange(self.start[-1]) - np.repeat(self.start[:-1], lens)
+        self.uid: NDArray[np.int64] = np.repeat(
+            np.array([r.uid for r in step.requests], dtype=np.int64), lens
+        )
         for r, begin in zip(step.requests, self.start, strict=False):
             if r.prefix_of is not None:
                 self.uid[begin : begin + r.prefix_len] = r.prefix_of
         stored = np.array([r.stored_len for r in step.requests], dtype=np.int64)
-        self.new = np.flatnonzero(self.position >= np.repeat(stored, lens))
+        self.new: NDArray[np.int64] = np.flatnonzero(self.position >= np.repeat(stored, lens))
+
+    def of(self, request: int) -> np.ndarray:
+        """int64 `[kv_len]`: the tokens of one request."""
+        begin, end = int(self.start[request]), int(self.start[request + 1])
+        return np.arange(begin, end, dtype=np.int64)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """(uid, position) of every token."""
+        uid: list[int] = self.uid.tolist()
+        position: list[int] = self.position.tolist()
+        return list(zip(uid, position, strict=True))
 
 
 def keys_and_values(case: Case, tokens: TokenIds) -> tuple[np.ndarray, np.ndarray]:
@@ -82,7 +96,7 @@ def keys_and_values(case: Case, tokens: TokenIds) -> tuple[np.ndarray, np.ndarra
         v = np.ones((*shape, heads.head_dim_vo), dtype=np.float32)
         v *= (1 + layers[..., None, None]).astype(np.float32)
     elif case.values == "one_hot_v":
-        hot = tokens.position[:, None, None] % heads.head_dim_vo == np.arange(heads.head_dim_vo)
+        hot: np.ndarray = tokens.position[:, None, None] % heads.head_dim_vo == np.arange(heads.head_dim_vo)
         v = np.broadcast_to(hot, (*shape, heads.head_dim_vo)).astype(np.float32)
     else:
         v = _rows(_salted(token, 4 * layers + 2), heads.num_kv_heads * heads.head_dim_vo)
@@ -95,9 +109,9 @@ class RowIds:
     def __init__(self, step: Step) -> None:
         qo = np.array(step.qo_lens, dtype=np.int64)
         kv = np.array(step.kv_lens, dtype=np.int64)
-        self.request = np.repeat(np.arange(len(qo)), qo)
+        self.request: NDArray[np.int64] = np.repeat(np.arange(len(qo)), qo)
         first = np.concatenate(([0], np.cumsum(qo)))[:-1]
-        self.position = np.arange(len(self.request)) + np.repeat(kv - qo - first, qo)
+        self.position: NDArray[np.int64] = np.arange(len(self.request)) + np.repeat(kv - qo - first, qo)
 
 
 def queries(case: Case, step: Step, tokens: TokenIds, rows: RowIds, k: np.ndarray) -> np.ndarray:

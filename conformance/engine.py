@@ -11,11 +11,11 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from backends.contract import Backend, Batch, EngineContext, Refused, Req
+from backends.contract import Backend, Batch, EngineContext, Req
 from backends.registry import BackendSpec
 from cases.model import Case, Request
 from cases.tensors import CaseTensors, StepTensors
-from conformance.execution import Execution, Failure, LayerRun, Mark, StepRun
+from conformance.execution import Execution, LayerRun, Mark, StepRun
 from conformance.machine import Machine
 from conformance.pool import Pool
 from conformance.question import Question
@@ -149,7 +149,7 @@ class EngineRun:
             padded_reqs=list(reqs),
             phase=tensors.step.phase,
             kind=tensors.step.kind,
-            positions=self.machine.adopt(torch.from_numpy(tensors.rows.position.astype(np.int32))),
+            positions=self.machine.adopt(torch.as_tensor(tensors.rows.position.astype(np.int32))),
             out_loc=self.machine.adopt(tensors.out_loc.clone()),
         )
 
@@ -196,8 +196,8 @@ def _new_tokens(case: Case, tensors: StepTensors) -> tuple[torch.Tensor, torch.T
 def fused(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The parts as slices of one tensor, the way a fused projection leaves them."""
     fused = torch.cat([p.flatten(2) for p in parts], dim=2)
-    pieces = fused.split([p.shape[2] * p.shape[3] for p in parts], dim=2)
-    return tuple(piece.unflatten(2, p.shape[2:]) for piece, p in zip(pieces, parts, strict=True))
+    pieces: list[torch.Tensor] = list(fused.split_with_sizes([p.shape[2] * p.shape[3] for p in parts], dim=2))
+    return tuple(piece.view(*piece.shape[:2], *p.shape[2:]) for piece, p in zip(pieces, parts, strict=True))
 
 
 def receive(execution: Execution, handed: LayerRun) -> None:

@@ -42,8 +42,8 @@ class LayerRun:
 
 @dataclass(slots=True)
 class StepRun:
-    """One step. Of a first execution, `changed` names inputs that were altered and `pool` holds K and V afterwards; None
-    if it broke off."""
+    """One step. Of a first execution, `changed` names inputs that were altered and `pool` holds K and V afterwards
+    (None if it broke off)."""
 
     layers: list[LayerRun] = field(default_factory=list[LayerRun])
     changed: list[str] = field(default_factory=list[str])

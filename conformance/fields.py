@@ -70,7 +70,9 @@ def _vector(
             return
         got, want = given.values.reshape(-1), wanted(batch)
         if len(got) == len(want) - 1 and np.array_equal(got, want[1:]) and want[0] == 0:
-            yield WrongField(name, 0, f"{name} lacks its leading 0: it is {_show(got)}, must be {_show(want)}")
+            yield WrongField(
+                name, 0, f"{name} lacks its leading 0: it is {_show(got)}, must be {_show(want)}"
+            )
             return
         if len(got) < len(want):
             yield WrongField(name, None, f"{name} has {len(got)} entries, must have {len(want)}")
@@ -99,7 +101,9 @@ def _indices(name: str, given: Any, batch: _Batch) -> Iterator[WrongField]:
         i = int(wrong[0])
         request = int(np.searchsorted(ends, i, side="right")) - 1
         cause = _page_cause(batch, int(got[i]), int(flat[i]))
-        message = f"{name}[{i}] (page {i - ends[request]} of request {request}) is {got[i]}, must be {flat[i]}"
+        message = (
+            f"{name}[{i}] (page {i - ends[request]} of request {request}) is {got[i]}, must be {flat[i]}"
+        )
         yield WrongField(name, request, message + cause)
 
 
@@ -196,5 +200,3 @@ _FIELDS: dict[str, Callable[[str, Any, _Batch], Iterator[WrongField]]] = {
 def _show(values: np.ndarray) -> str:
     shown = ", ".join(str(int(v)) for v in values[:8])
     return f"[{shown}{', ...' if len(values) > 8 else ''}]"
-
-

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from backends.contract import Attention, KernelCall
-from backends.registry import BackendSpec
 from cases.tensors import StepTensors
 from conformance.engine import EngineRun, fused, receive
 from conformance.execution import Execution, LayerRun, Mark, StepRun
@@ -28,7 +27,9 @@ class KernelRun(EngineRun):
         run = StepRun()
         execution.steps.append(run)
         self.pool.fill(index, nan=execution.nan)
-        calls = [self._call(execution, tensors, index, layer) for layer in range(self.question.case.num_layers)]
+        calls = [
+            self._call(execution, tensors, index, layer) for layer in range(self.question.case.num_layers)
+        ]
         kept = [(c.q.clone(), c.k.clone(), c.v.clone()) for c in calls]
         for layer, call in enumerate(calls):
             answer: object = None
@@ -59,7 +60,11 @@ class KernelRun(EngineRun):
 
     def _call(self, execution: Execution, tensors: StepTensors, index: int, layer: int) -> KernelCall:
         case, step, adopt = self.question.case, tensors.step, self.machine.adopt
-        q, k, v = tensors.q[layer : layer + 1], tensors.k_all[layer : layer + 1], tensors.v_all[layer : layer + 1]
+        q, k, v = (
+            tensors.q[layer : layer + 1],
+            tensors.k_all[layer : layer + 1],
+            tensors.v_all[layer : layer + 1],
+        )
         if case.strided:
             q = fused(q, q)[0]
             k, v = fused(k, v) if not case.stored_as_fp8 else (k.clone(), v.clone())
@@ -96,7 +101,7 @@ class KernelRun(EngineRun):
         for i, r in enumerate(step.requests):
             custom = None if tensors.custom is None else tensors.custom[i]
             whole = visible(r.qo_len, r.kv_len, case.mask, custom)
-            owner = torch.from_numpy(np.sort(rng.integers(0, parts, r.kv_len)))
+            owner = torch.as_tensor(np.sort(rng.integers(0, parts, r.kv_len)))
             for part in range(parts):
                 seen[part].append(whole & (owner == part))
         base = self.spec.capabilities.lse or "e"
@@ -115,7 +120,9 @@ class KernelRun(EngineRun):
                 k_scale=case.k_scale,
                 v_scale=case.v_scale,
             )
-            rounded.append((state.out.to(tensors.q.dtype).contiguous(), to_base(state.lse, base).float().contiguous()))
+            rounded.append(
+                (state.out.to(tensors.q.dtype).contiguous(), to_base(state.lse, base).float().contiguous())
+            )
         exact = merge_all(
             [AttentionState(out.double(), from_base(lse.double(), base)) for out, lse in rounded]
         )

@@ -11,7 +11,15 @@ import torch
 from cases.codec import digest
 from cases.model import Case
 from cases.tensors import CaseTensors, StepTensors, materialise
-from reference import AttentionState, Budget, error_budget, exact_tolerance, least_budget, low_precision, paged_attention
+from reference import (
+    AttentionState,
+    Budget,
+    error_budget,
+    exact_tolerance,
+    least_budget,
+    low_precision,
+    paged_attention,
+)
 
 
 @dataclass(frozen=True, slots=True)

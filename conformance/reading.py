@@ -23,11 +23,10 @@ def compare(
     for request, r in enumerate(tensors.step.requests):
         custom = None if tensors.custom is None else tensors.custom[request]
         seen = visible(r.qo_len, r.kv_len, case.mask, custom).numpy()
-        slots = tensors.placed.slots[request]
-        if ragged:
-            slots = np.arange(tensors.tokens.start[request], tensors.tokens.start[request + 1])
+        slots = tensors.tokens.of(request) if ragged else tensors.placed.slots[request]
         for i in range(r.qo_len):
-            want = Counter(int(s) for s in slots[seen[i]])
+            asked: list[int] = slots[seen[i]].tolist()
+            want = Counter(asked)
             for which in "kv":
                 got = read.get((which, row + i), Counter[int]())
                 if got != want:
@@ -45,9 +44,8 @@ def _read(decoded: list[tuple[Attended, ReadSpan]]) -> dict[tuple[str, int], Cou
         seen = visible_keys(attended, span)
         for i in range(span.num_rows):
             for which, slots in (("k", span.k_slots), ("v", span.v_slots)):
-                read.setdefault((which, span.first_row + i), Counter()).update(
-                    int(s) for s in slots[seen[i]]
-                )
+                keys: list[int] = slots[seen[i]].tolist()
+                read.setdefault((which, span.first_row + i), Counter()).update(keys)
     return read
 
 
@@ -69,7 +67,9 @@ def _difference(
     foreign = sorted(s for s in extra if s not in where)
     if foreign:
         owner = _owner(tensors, request, foreign[0])
-        parts.append(f"reads {len(foreign)} keys that are not its own, among them slot {foreign[0]} ({owner})")
+        parts.append(
+            f"reads {len(foreign)} keys that are not its own, among them slot {foreign[0]} ({owner})"
+        )
     return f"of {which.upper()} " + ", ".join(parts) if which == "v" else ", ".join(parts)
 
 

@@ -159,25 +159,20 @@ def _lend(name: str, question: Question, case: Case, rows: tuple[np.ndarray, ...
     if rows is None:
         rows = tuple(np.arange(step.num_rows) for step in case.steps)
     built = materialise(case)
-    at = {
-        (int(u), int(p)): i
-        for i, (u, p) in enumerate(zip(original.tokens.uid, original.tokens.position, strict=True))
-    }
+    at = {token: i for i, token in enumerate(original.tokens.pairs())}
     steps = tuple(
         replace(
             step,
-            q=original.q[:, torch.from_numpy(kept)],
-            **_keys(original.k_all, original.v_all, step.tokens.uid, step.tokens.position, at),
+            q=original.q[:, torch.as_tensor(kept)],
+            **_keys(original.k_all, original.v_all, [at[token] for token in step.tokens.pairs()]),
         )
         for step, kept in zip(built.steps, rows, strict=True)
     )
     return Related(name, case, replace(built, steps=steps), rows)
 
 
-def _keys(
-    k: torch.Tensor, v: torch.Tensor, uid: np.ndarray, position: np.ndarray, at: dict[tuple[int, int], int]
-) -> dict[str, torch.Tensor]:
-    take = torch.tensor([at[int(u), int(p)] for u, p in zip(uid, position, strict=True)], dtype=torch.int64)
+def _keys(k: torch.Tensor, v: torch.Tensor, tokens: list[int]) -> dict[str, torch.Tensor]:
+    take = torch.tensor(tokens, dtype=torch.int64)
     return {"k_all": _take(k, take), "v_all": _take(v, take)}
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_limits  # pyright: ignore[reportMissingTypeStubs]
 
 from backends.libraries import DISTRIBUTIONS, Answer, LibraryError, LibraryKind, answered, use
 from backends.registry import BackendSpec, resolve, spec_of

@@ -100,7 +100,7 @@ def draw(strategy: SearchStrategy[Case], count: int, first_seed: int) -> Iterabl
             database=None,
             deadline=None,
             phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
         )
         @given(strategy)
         def collect(case: Case) -> None:

@@ -1,4 +1,4 @@
-"""One key too few, too many or of another request, at any position: always seen. (`conformance bench` runs 1,000 trials.)"""
+"""One key too few, too many or foreign, at any position, is always seen. (`conformance bench` runs 1,000 trials.)"""
 
 from __future__ import annotations
 

@@ -39,16 +39,13 @@ def test_rows_and_tokens_are_the_originals(relation: Relation) -> None:
     assert related is not None
     assert related.case != question.case
     original = question.step(0)
-    keys = {
-        (int(u), int(p)): original.k_all[:, i]
-        for i, (u, p) in enumerate(zip(original.tokens.uid, original.tokens.position, strict=True))
-    }
+    keys = {token: original.k_all[:, i] for i, token in enumerate(original.tokens.pairs())}
     for step, rows in zip(related.tensors.steps, related.rows, strict=True):
         assert step.step.num_rows == len(rows)
-        assert torch.equal(step.q, original.q[:, torch.from_numpy(rows)])
+        assert torch.equal(step.q, original.q[:, torch.as_tensor(rows)])
         assert np.array_equal(step.rows.position, original.rows.position[rows])
-        for i, (u, p) in enumerate(zip(step.tokens.uid, step.tokens.position, strict=True)):
-            assert torch.equal(step.k_all[:, i], keys[int(u), int(p)])
+        for i, token in enumerate(step.tokens.pairs()):
+            assert torch.equal(step.k_all[:, i], keys[token])
 
 
 @pytest.mark.parametrize("relation", RELATIONS, ids=lambda r: r.__name__)
@@ -61,5 +58,5 @@ def test_answers_of_the_rows_are_the_originals(relation: Relation) -> None:
         for layer in range(CASE.num_layers):
             want = question.answer(0, layer)
             got = again.answer(index, layer).state.out
-            error = (got - want.state.out[torch.from_numpy(rows)]).abs().max()
+            error = (got - want.state.out[torch.as_tensor(rows)]).abs().max()
             assert float(error) <= want.exact_tolerance

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from backends.contract import Attention, KernelCall
+from backends.contract import Attention, EngineContext, KernelAdapter, KernelCall
 from cases.model import Case, Heads, KernelRequest, Step
 from conformance.examine import examine
 from conformance.question import Question
@@ -78,9 +78,12 @@ def _case(kv_len: int, seed: int) -> Case:
 
 def _faulty(correct: Asker, fault: Fault, position: int) -> Asker:
     """The adapter, given the middle request's pages (of one slot each) with one fault."""
-    factory: Any = correct.spec.factory
 
-    class Faulty(factory):
+    class Faulty:
+        def __init__(self, engine: EngineContext) -> None:
+            self.num_pages = engine.num_pages
+            self.inner: KernelAdapter = correct.spec.factory(engine)
+
         def attend(self, call: KernelCall) -> Attention:
             pages, kv_lens = [list(p) for p in call.pages], list(call.kv_lens)
             mine = pages[1]
@@ -88,12 +91,11 @@ def _faulty(correct: Asker, fault: Fault, position: int) -> Asker:
                 del mine[position]
             elif fault == "extra":
                 taken = {page for own in pages for page in own}
-                free = next(page for page in range(self.engine.num_pages) if page not in taken)
-                mine.insert(position, free)
+                mine.insert(position, next(page for page in range(self.num_pages) if page not in taken))
             else:
                 mine[position] = pages[0][position % len(pages[0])]
             kv_lens[1] = len(mine)
-            return super().attend(replace(call, pages=pages, kv_lens=kv_lens))
+            return self.inner.attend(replace(call, pages=pages, kv_lens=kv_lens))
 
     # An extra key holds finite poison, as an old key would; NaN would be seen by anyone.
     capabilities = replace(correct.spec.capabilities, reads_unowned_slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ PARTS = ("draw", "tensors", "backend", "oracle", "harness")
 
 
 def measure(names: Sequence[str], count: int, seed: int = 0) -> Iterator[Throughput]:
-    """CPU seconds of this process (one thread) for `count` cases on each backend, every per-run check, two executions."""
+    """`count` cases on each backend, every per-run check, two executions: CPU time of this process, one thread."""
     with Session(names) as session:
         for asker in session.askers:
             yield _one(asker, count, seed)
@@ -65,7 +65,7 @@ def _one(asker: Asker, count: int, seed: int) -> Throughput:
 
 
 @contextmanager
-def _timed(spent: dict[str, float]) -> Iterator[None]:
+def _timed(spent: dict[str, float]) -> Generator[None]:
     """Add up the CPU time of the parts while the block runs."""
     with ExitStack() as stack:
         replace = [

@@ -44,9 +44,7 @@ def _plans(trial: Trial, step: int, calls: list[Call]) -> list[Finding]:
         plan = trial.first.recorder.calls[call.plan]
         if plan.at.batch != call.at.batch:
             message = f"{call.name} executed a plan that was made for an earlier batch"
-            found.append(
-                Finding(check=NAME, step=step, layer=call.at.layer, field="plan", message=message)
-            )
+            found.append(Finding(check=NAME, step=step, layer=call.at.layer, field="plan", message=message))
             break
     return found
 

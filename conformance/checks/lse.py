@@ -47,7 +47,7 @@ def _layer(trial: Trial, handed: LayerRun, step: int, layer: int) -> list[Findin
         got = np.where(empty & (got < SENTINEL), -np.inf, got)
     scale = 1.0 + answer.state.max_score
     allowed = answer.exact_tolerance if exact else _FLOAT32_STEPS * np.finfo(np.float32).eps * scale
-    wrong = elements(got, want, max(allowed, np.finfo(np.float64).eps * 64 * scale))
+    wrong = elements(got, want, float(max(allowed, np.finfo(np.float64).eps * 64 * scale)))
     if wrong is None:
         return []
     request, message = describe(wrong, tensors, "the LSE")

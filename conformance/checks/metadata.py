@@ -115,7 +115,12 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
     request, message = wrong
     fields = [
         Finding(
-            check=NAME, step=step, layer=layer, request=field.request, field=field.field, message=field.message
+            check=NAME,
+            step=step,
+            layer=layer,
+            request=field.request,
+            field=field.field,
+            message=field.message,
         )
         for call in calls
         for field in wrong_fields(trial.case, tensors, _plan_of(trial, call), call, _page_size(call))
@@ -158,7 +163,7 @@ def _as_asked(trial: Trial, tensors: StepTensors, decoded: list[tuple[Attended, 
     for request, (attended, span) in zip(asked, spans, strict=True):
         r = tensors.step.requests[request]
         want = trial.case.level == "kernel" and attended.layout == "ragged"
-        slots = _ragged_slots(tensors, request) if want else tensors.placed.slots[request]
+        slots = tensors.tokens.of(request) if want else tensors.placed.slots[request]
         if span.first_row != row or span.num_rows != r.qo_len:
             return False
         if not (np.array_equal(span.k_slots, slots) and np.array_equal(span.v_slots, slots)):
@@ -167,10 +172,6 @@ def _as_asked(trial: Trial, tensors: StepTensors, decoded: list[tuple[Attended, 
             return False
         row += r.qo_len
     return True
-
-
-def _ragged_slots(tensors: StepTensors, request: int) -> np.ndarray:
-    return np.arange(tensors.tokens.start[request], tensors.tokens.start[request + 1])
 
 
 def _mask_as_asked(
@@ -185,4 +186,4 @@ def _mask_as_asked(
     r = tensors.step.requests[request]
     custom = None if tensors.custom is None else tensors.custom[request]
     want = visible(r.qo_len, r.kv_len, mask, custom).numpy()
-    return np.array_equal(visible_keys(attended, span), want)
+    return bool(np.array_equal(visible_keys(attended, span), want))

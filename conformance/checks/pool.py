@@ -47,7 +47,9 @@ def _finding(trial: Trial, step: int, which: str, after: torch.Tensor, want: tor
     else:
         request, position = owner
         new = position >= tensors.step.requests[request].stored_len
-        what = f"position {position} of request {request} {'was not stored as given' if new else 'was altered'}"
+        what = (
+            f"position {position} of request {request} {'was not stored as given' if new else 'was altered'}"
+        )
     return Finding(
         check=NAME,
         step=step,

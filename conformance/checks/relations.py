@@ -78,4 +78,6 @@ def _wrong(trial: Trial, handed: LayerRun, rows: np.ndarray, layer: int) -> Wron
         return elements(handed.exact, want, answer.exact_tolerance)
     if handed.values is None:
         return None
-    return elements(handed.values.double().numpy(), want, np.asarray(trial.question.budget(0, layer).max_abs)[rows])
+    return elements(
+        handed.values.double().numpy(), want, np.asarray(trial.question.budget(0, layer).max_abs)[rows]
+    )

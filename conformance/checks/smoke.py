@@ -15,6 +15,10 @@ def check(trial: Trial) -> list[Finding] | None:
     if any(step.qo_lens != (1,) or step.kv_lens != (1,) for step in trial.case.steps):
         return None
     return [
-        replace(finding, check=NAME, message=f"{finding.message} (one request of one token: see the adapter first)")
+        replace(
+            finding,
+            check=NAME,
+            message=f"{finding.message} (one request of one token: see the adapter first)",
+        )
         for finding in values.check(trial)
     ]

@@ -1,5 +1,8 @@
 """Faults of an engine's metadata builder over FlashInfer and FlashAttention: index arrays, page tables, lengths."""
 
+# A planted class extends one that is known at run time only, so its members have no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
 from __future__ import annotations
 
 from itertools import accumulate

@@ -1,5 +1,8 @@
 """Faults of a kernel library and of the calls of it, planted in the kernel-level adapters and the fakes behind them."""
 
+# A planted class extends one that is known at run time only, so its members have no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
 from __future__ import annotations
 
 import math
@@ -84,7 +87,9 @@ def _(cls: type[Any]) -> type[Any]:
         def attend(q: Any, k: Any, v: Any, spans: Any, **kw: Any) -> Any:
             if kw.get("custom") is not None:
                 kw["custom"] = [
-                    np.take(m.reshape(-1), np.arange(m.size) % 32, mode="clip").reshape(m.shape) if m.size else m
+                    np.take(m.reshape(-1), np.arange(m.size) % 32, mode="clip").reshape(m.shape)
+                    if m.size
+                    else m
                     for m in kw["custom"]
                 ]
             return original(q, k, v, spans, **kw)
@@ -316,7 +321,9 @@ def _(cls: type[Any]) -> type[Any]:
 def _(cls: type[Any]) -> type[Any]:
     def change(self: Any, call: Any, answer: Any) -> Any:
         empty = answer.lse.isneginf().all(1)
-        return replace(answer, out=torch.where(empty[:, None, None], float("nan"), answer.out).to(answer.out.dtype))
+        return replace(
+            answer, out=torch.where(empty[:, None, None], float("nan"), answer.out).to(answer.out.dtype)
+        )
 
     return _answers(cls, change)
 

@@ -1,5 +1,8 @@
 """Faults of order: plans that are missing, stale or repeated; keys read before they are stored; options that stick."""
 
+# A planted class extends one that is known at run time only, so its members have no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
 from __future__ import annotations
 
 from typing import Any
@@ -58,7 +61,11 @@ def _(cls: type[Any]) -> type[Any]:
 def _(cls: type[Any]) -> type[Any]:
     class ReplansOnOtherSize(cls):
         def _plan_once(self, metadata: Any) -> None:
-            key = (id(metadata.wrapper), metadata.cu_seqlens_q_cpu.shape[0], int(metadata.cu_seqlens_q_cpu[-1]))
+            key = (
+                id(metadata.wrapper),
+                metadata.cu_seqlens_q_cpu.shape[0],
+                int(metadata.cu_seqlens_q_cpu[-1]),
+            )
             if self.__dict__.get("last") == key:
                 return
             self.last = key

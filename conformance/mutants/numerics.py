@@ -1,5 +1,8 @@
-"""Faults that show in numbers alone, planted in the torch backend: masks, groups, scales, strides, results that wobble."""
+"""Faults that show in numbers alone, in the torch backend: masks, groups, scales, strides, results that wobble."""
 
+# A planted class extends one that is known at run time only, so its members have no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
 from __future__ import annotations
 
 from typing import Any
@@ -201,7 +204,9 @@ def _(cls: type[Any]) -> type[Any]:
                 for r in batch.reqs
                 for slot in self.page_table[r.table_idx, : r.device_len].tolist()
             }
-            free = next(slot for slot in range(self.engine.num_pages * self.engine.page_size) if slot not in owned)
+            free = next(
+                slot for slot in range(self.engine.num_pages * self.engine.page_size) if slot not in owned
+            )
             self.kv_pool.store_kv(k[:1], v[:1], torch.tensor([free], dtype=torch.int32), layer_id)
             return out
 

@@ -53,7 +53,7 @@ class Caught:
     @property
     def alone(self) -> bool:
         """Whether the mutant's own check is the only one that fails on the case."""
-        return self.verdict is not None and self.verdict.failed == {self.mutant.check}
+        return self.verdict is not None and self.verdict.failed == frozenset({self.mutant.check})
 
 
 def case_size(case: Case) -> tuple[int, int]:
@@ -125,5 +125,3 @@ def _summary(results: Sequence[Caught]) -> str:
         f"{len(caught)} of {len(results)} caught by the check that claims them; "
         f"checks with a mutant that only they catch: {', '.join(alone)}"
     )
-
-
