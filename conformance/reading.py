@@ -81,8 +81,6 @@ def _positions(positions: list[int]) -> str:
 
 
 def _owner(tensors: StepTensors, request: int, slot: int) -> str:
-    if slot == OUTSIDE:
-        return "outside this layer's pool"
     for other, slots in enumerate(tensors.placed.slots):
         if other != request and slot in slots:
             return f"request {other}'s"

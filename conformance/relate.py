@@ -20,12 +20,14 @@ from conformance.question import Question
 
 @dataclass(frozen=True, slots=True)
 class Related:
-    """`rows[step]`: for each row of the related case's step, the row of the original's only step."""
+    """`rows[step]`: for each row of the related case's step, the row of the original's only step. `same_bits`: whether
+    a backend that declares `bit_equal` promises the very bits here."""
 
     name: str
     case: Case
     tensors: CaseTensors
     rows: tuple[np.ndarray, ...]
+    same_bits: bool = False
 
 
 Relation = Callable[[Question, Capabilities], Related | None]
@@ -38,7 +40,7 @@ def permuted(question: Question, capabilities: Capabilities) -> Related | None:
     if len(step.requests) < 2:
         return None
     order = list(range(len(step.requests)))[::-1]
-    return _same_requests("permuted requests", question, order)
+    return replace(_same_requests("permuted requests", question, order), same_bits=True)
 
 
 def alone(question: Question, capabilities: Capabilities) -> Related | None:
@@ -48,7 +50,7 @@ def alone(question: Question, capabilities: Capabilities) -> Related | None:
     own = [i for i, r in enumerate(step.requests) if r.prefix_of is None]
     if len(step.requests) < 2 or not own:
         return None
-    return _same_requests("a request without its batch mates", question, [own[-1]])
+    return replace(_same_requests("a request without its batch mates", question, [own[-1]]), same_bits=True)
 
 
 _NEXT_PLACE: dict[Placement, Placement] = {
@@ -66,7 +68,7 @@ def relocated(question: Question, capabilities: Capabilities) -> Related | None:
         placement=_NEXT_PLACE[question.case.placement],
         spare_pages=question.case.spare_pages + 1,
     )
-    return _lend("relocated pages", question, case)
+    return replace(_lend("relocated pages", question, case), same_bits=True)
 
 
 def other_page_size(question: Question, capabilities: Capabilities) -> Related | None:

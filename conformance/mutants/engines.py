@@ -235,7 +235,8 @@ def _(cls: type[Any]) -> type[Any]:
     check="metadata",
     why="the page table has floor(max_seqlen_k / page_size) columns",
     issue="mini-sglang#68",
-    tokens=3,
+    requests=2,
+    tokens=4,
 )
 def _(cls: type[Any]) -> type[Any]:
     def table(self: Any, batch: Any, metadata: Any) -> torch.Tensor:

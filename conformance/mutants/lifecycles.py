@@ -153,7 +153,7 @@ def _(cls: type[Any]) -> type[Any]:
     why="the page table of the first batch is kept for every later batch of the same size",
     issue="sglang#26957",
     requests=4,
-    tokens=6,
+    tokens=9,
 )
 def _(cls: type[Any]) -> type[Any]:
     from dataclasses import replace
