@@ -66,9 +66,8 @@ def _difference(
         parts.append(f"reads {_positions(double)} more than once")
     foreign = sorted(s for s in extra if s not in where)
     if foreign:
-        owner = _owner(tensors, request, foreign[0])
         parts.append(
-            f"reads {len(foreign)} keys that are not its own, among them slot {foreign[0]} ({owner})"
+            f"reads {len(foreign)} keys that are not its own, among them {_named(tensors, request, foreign[0])}"
         )
     return f"of {which.upper()} " + ", ".join(parts) if which == "v" else ", ".join(parts)
 
@@ -78,6 +77,11 @@ def _positions(positions: list[int]) -> str:
         return f"the key at position {positions[0]}"
     shown = ", ".join(map(str, positions[:4]))
     return f"{len(positions)} keys (positions {shown}{', ...' if len(positions) > 4 else ''})"
+
+
+def _named(tensors: StepTensors, request: int, slot: int) -> str:
+    """A slot and its owner; slots below 0 stand for memory that is no slot of the pool."""
+    return "one outside of the pool" if slot <= OUTSIDE else f"slot {slot} ({_owner(tensors, request, slot)})"
 
 
 def _owner(tensors: StepTensors, request: int, slot: int) -> str:
