@@ -122,11 +122,12 @@ class CaseTensors:
 
     def write(self, pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Put rows `[layers, n, num_kv_heads, dim]` at `slots` of every layer of a pool."""
-        page, offset = slots // self.case.page_size, slots % self.case.page_size
         bits = _bits(pool)
-        if self.case.layout == "HND":
-            bits = bits.transpose(2, 3)
-        bits[:, page, offset] = _bits(rows)
+        if self.case.layout == "NHD":
+            bits.flatten(1, 2).index_copy_(1, slots, _bits(rows))
+            return
+        page, offset = slots // self.case.page_size, slots % self.case.page_size
+        bits.transpose(2, 3)[:, page, offset] = _bits(rows)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,20 @@ from fakes.recorder import Recorder
 
 
 @cuda.kernel
-def _store(bits: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, page_size: int) -> None:
-    page = slots.long()
-    offset = page % page_size
-    bits[page.div(page_size, rounding_mode="floor"), offset] = rows
+def _store(caches: list[torch.Tensor], out_loc: torch.Tensor, rows: list[torch.Tensor], layout: str) -> None:
+    slots = out_loc.long()
+    for cache, new in zip(caches, rows, strict=True):
+        bits = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+        if layout == "NHD":
+            bits.flatten(0, 1).index_copy_(0, slots, new)
+        else:
+            page_size = bits.shape[2]
+            bits.transpose(1, 2)[slots.div(page_size, rounding_mode="floor"), slots % page_size] = new
+
+
+@cuda.kernel
+def _quantised(rows: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    return (rows.float() / scale).to(dtype).view(torch.uint8)
 
 
 class Pool:
@@ -29,7 +39,6 @@ class Pool:
         self.stores: dict[Mark, int] = {}
         """Where K and V were stored -> how many library calls had been made by then."""
         self._tensors = tensors
-        self.page_size = case.page_size
         self.layout = case.layout
         self.scales = (case.k_scale, case.v_scale)
         self.k = tensors.empty_pool(case.heads.head_dim_qk, 0.0)
@@ -54,23 +63,8 @@ class Pool:
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor, layer_id: int) -> None:
         """Write k, v `[num_tokens, num_kv_heads, dim]` to the slots `out_loc`; fp8 pools divide by their scales."""
         self.stores[self._recorder.at] = len(self._recorder.calls)
-        for pool, rows, scale in ((self._k_layers, k, self.scales[0]), (self._v_layers, v, self.scales[1])):
-            target = pool[layer_id]
-            if target.element_size() == 1:
-                _store_fp8(target, out_loc, rows, self.page_size, self.layout, scale)
-            else:
-                _store(_slot_major(target, self.layout), out_loc, rows, self.page_size)
-
-
-@cuda.kernel
-def _store_fp8(
-    target: torch.Tensor, out_loc: torch.Tensor, rows: torch.Tensor, page_size: int, layout: str, scale: float
-) -> None:
-    quantised = (rows.float() / scale).to(target.dtype).view(torch.uint8)
-    bits = _slot_major(target.view(torch.uint8), layout)
-    page = out_loc.long()
-    bits[page.div(page_size, rounding_mode="floor"), page % page_size] = quantised
-
-
-def _slot_major(pool: torch.Tensor, layout: str) -> torch.Tensor:
-    return pool.transpose(1, 2) if layout == "HND" else pool
+        caches = [self._k_layers[layer_id], self._v_layers[layer_id]]
+        rows = [k, v]
+        if caches[0].element_size() == 1:
+            rows = [_quantised(x, scale, caches[0].dtype) for x, scale in zip(rows, self.scales, strict=True)]
+        _store(caches, out_loc, rows, self.layout)

@@ -190,6 +190,8 @@ class Recorder:
         if kept is None:
             return None
         result, exact = cuda.host(kept[0]), kept[1]
+        if plain is result:
+            return exact if _is_rounded(exact, plain) else None
         offset = plain.storage_offset() - result.storage_offset()
         if plain.dtype != result.dtype or offset < 0 or not plain.numel():
             return None
@@ -200,9 +202,13 @@ class Recorder:
         view = np.lib.stride_tricks.as_strided(
             flat[offset:], tuple(plain.shape), tuple(8 * s for s in plain.stride())
         )
-        rounded = torch.from_numpy(np.ascontiguousarray(view)).to(plain.dtype)
-        same = torch.equal(rounded.nan_to_num(), plain.detach().nan_to_num())
-        return view if same else None
+        return view if _is_rounded(view, plain) else None
+
+
+def _is_rounded(exact: np.ndarray, tensor: torch.Tensor) -> bool:
+    """Whether a tensor still holds these values, rounded to its dtype; any NaN equals any."""
+    rounded = torch.from_numpy(np.ascontiguousarray(exact)).to(tensor.dtype)
+    return torch.equal(rounded, tensor) or torch.equal(rounded.nan_to_num(), tensor.detach().nan_to_num())
 
 
 _open: list[Recorder] = []
