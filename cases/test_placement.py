@@ -1,5 +1,7 @@
 """Pages and rows: nobody shares what it does not borrow, who stays keeps its own, what was given back is reused."""
 
+# torch and numpy leave the results of tolist, unique and concatenate without types.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """The pool before and after a step, the page table, and custom masks."""
 
+# torch and numpy leave the results of tolist, unique and concatenate without types.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """What q, k and v hold: the same token the same, whatever its batch; each row aimed at a key of its request."""
 
+# torch and numpy leave the results of tolist, unique and concatenate without types.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 from dataclasses import replace

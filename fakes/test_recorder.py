@@ -31,7 +31,10 @@ def test_exact_values_of_a_result_and_its_views() -> None:
         (result.clone()[:0], None),
     ):
         found = record.exact_of(tensor)
-        assert (found is None) if want is None else np.array_equal(found, want)
+        if want is None or found is None:
+            assert found is want
+        else:
+            assert np.array_equal(found, want)
 
 
 def test_a_changed_or_foreign_tensor_has_no_exact_values() -> None:

@@ -26,6 +26,7 @@ from fakes.contract.rule import RIGHT, Lab, Observation, judge, refused, value
 
 SENTINEL = value("out 0, lse finite below -1000")
 NEUTRAL = value("out 0, lse -inf")
+CONTIGUOUS = refused("RuntimeError", "must be contiguous")
 AVERAGED = value("out not 0, lse finite below -1000")
 
 
@@ -93,7 +94,8 @@ def _states(rows: int = 3) -> tuple[torch.Tensor, ...]:
     """Two halves of one attention: v and base-2 s of each, and the whole."""
     r = requests([20], [rows])
     (a, s_a), (b, s_b) = dense(r.q, r.k[0][:8], r.v[0][:8]), dense(r.q, r.k[0][8:], r.v[0][8:])
-    half, logs = [t.to(torch.bfloat16) for t in (a, b)], [(t / LN2).float() for t in (s_a, s_b)]
+    half = [t.to(torch.bfloat16).contiguous() for t in (a, b)]
+    logs = [(t / LN2).float().contiguous() for t in (s_a, s_b)]
     return half[0], logs[0], half[1], logs[1], *dense(r.q, r.k[0], r.v[0])
 
 
@@ -126,9 +128,15 @@ def _merge_list(lab: Lab) -> Observation:
     return both((got, got_lse.cpu().double() * LN2), (out, lse))
 
 
-def _merge_list_empty(lab: Lab) -> Observation:
-    v = torch.zeros(1, 3, 8, 128, dtype=torch.bfloat16, device=lab.device)
-    s = torch.full((1, 3, 8), float("-inf"), device=lab.device)
+def _merge_strided(lab: Lab) -> Observation:
+    v_a, *others = (t.to(lab.device) for t in _states()[:4])
+    lab.library.merge_state(v_a.transpose(0, 1).contiguous().transpose(0, 1), *others)
+    return Observation("right")
+
+
+def _merge_list_empty(lab: Lab, rows: int) -> Observation:
+    v = torch.zeros(rows, 3, 8, 128, dtype=torch.bfloat16, device=lab.device)
+    s = torch.full((rows, 3, 8), float("-inf"), device=lab.device)
     out, lse = (t.cpu() for t in lab.library.merge_states(v, s))
     level = "-inf" if torch.isneginf(lse).all() else f"{float(lse.mean()):.0f}"
     return Observation("value", f"({'0' if bool((out == 0).all()) else 'other'}, {level})")
@@ -230,11 +238,19 @@ RULES = (
     ),
     rule("merge-state-in-place", "The same kernel, written over its first operands.", _merge_in_place, RIGHT),
     rule("merge-states", "A list of states.", _merge_list, RIGHT),
+    rule("merge-strided", "States are read as contiguous memory.", _merge_strided, CONTIGUOUS),
     rule(
         "merge-states-empty",
         "The sum over a list starts from the sentinel before 0.7.4.",
-        _merge_list_empty,
+        bind(_merge_list_empty, 5),
         value("(0, -50000)"),
+        value("(0, -inf)"),
+    ),
+    rule(
+        "merge-states-empty.more-states-than-rows",
+        "Before 0.7.4 each of 8 thread rows starts from the sentinel: 2 ** 3 times its weight.",
+        bind(_merge_list_empty, 1),
+        value("(0, -49997)"),
         value("(0, -inf)"),
     ),
     rule("cascade", "Two levels, 32 shared tokens, equal the flat answer.", _cascade, RIGHT),

@@ -13,7 +13,9 @@ HEADS, LATENT, ROPE = 16, 512, 64
 
 def _mla(lab: Lab, backend: str, kv_lens: list[int], qo_lens: list[int], causal: bool) -> Observation:
     r = requests(kv_lens, qo_lens, heads=(HEADS, 1), dim=LATENT + ROPE)
-    wrapper = lab.library.mla.BatchMLAPagedAttentionWrapper(workspace(lab), backend=backend)
+    wrapper = lab.library.mla.BatchMLAPagedAttentionWrapper(
+        workspace(lab, 128 * 1024 * 1024), backend=backend
+    )
     index = {name: t.to(lab.device) for name, t in arrays(r).items()}
     wrapper.plan(
         index["qo_indptr"],

@@ -11,6 +11,7 @@ from fakes.contract.check import Requests, requests
 from fakes.contract.paged_fi import (
     DECODE,
     KERNELS,
+    OLD,
     PREFILL,
     Kernel,
     attend,
@@ -151,6 +152,14 @@ def _float32(lab: Lab, kernel: Kernel) -> Observation:
 
 
 def _wrong_q_dtype(lab: Lab, kernel: Kernel) -> Observation:
+    r = requests(**shapes(kernel, *LENS))
+    wrapper = make(lab, kernel)
+    plan(lab, wrapper, kernel, r)
+    out = wrapper.run(r.q.to(lab.device, torch.float16), caches(lab, r))
+    return judge(out, r.expected(causal=causal(kernel))[0])
+
+
+def _planned_two_dtypes(lab: Lab, kernel: Kernel) -> Observation:
     return _right(lab, kernel, requests(**shapes(kernel, *LENS)), q_data_type=torch.float16)
 
 
@@ -241,6 +250,14 @@ RULES = (
         "run compares q's dtype with the planned one.",
         _wrong_q_dtype,
         old=refused("ValueError", "does not match the q_data_type"),
+    ),
+    Rule(
+        "flashinfer.two-dtypes.fa3",
+        "flashinfer",
+        "plan generates a kernel for q and KV of two 16-bit dtypes, and that build fails.",
+        {OLD: refused("RuntimeError", "Ninja build failed")},
+        "one NVIDIA H200, flashinfer-python 0.6.6, torch 2.11.0+cu130, 2026-11-29",
+        bind(_planned_two_dtypes, "fa3"),
     ),
     *_per_kernel(
         "kv-dtype",

@@ -119,6 +119,18 @@ def check_compiled(*dtypes: torch.dtype) -> None:
         raise KeyError(dtype)
 
 
+def check_builds(backend: str, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """An fa3 kernel that mixes two 16-bit dtypes is generated, and its build fails.
+
+    Raises:
+        RuntimeError: as FlashInfer's compiler driver does.
+    """
+    if backend == "fa3" and q_dtype != kv_dtype and q_dtype.itemsize == kv_dtype.itemsize == 2:
+        raise RuntimeError(
+            f"Ninja build failed. Ninja output: batch_prefill_with_kv_cache of q {q_dtype} and kv {kv_dtype}"
+        )
+
+
 def check_group(num_qo_heads: int, num_kv_heads: int) -> None:
     """CUDA-core decode: the group size must be one that was built.
 

@@ -10,7 +10,7 @@ import torch
 from fakes import cuda, recorder, releases
 from fakes.flashinfer import masks, paged_run, rules
 from fakes.flashinfer.arrays import lengths_by_pages, upload
-from fakes.flashinfer.plans import Plan, check_compiled, longest, make_prefill, read_host
+from fakes.flashinfer.plans import Plan, check_builds, check_compiled, longest, make_prefill, read_host
 from fakes.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from fakes.flashinfer.single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
 from fakes.flashinfer.wrapper import (
@@ -232,6 +232,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             masked = self._custom_mask_buf is not None
             self._backend = resolve_backend(wanted, q_dtype, kv_dtype, masked, max_q_len)
             check_compiled(q_dtype, kv_dtype, o_dtype)
+            check_builds(self._backend, q_dtype, kv_dtype)
             plan = Plan(
                 kernel=self._backend,
                 num_qo_heads=num_qo_heads,
