@@ -63,8 +63,8 @@ class TokenIds:
     def __init__(self, step: Step) -> None:
         lens = np.array(step.kv_lens, dtype=np.int64)
         self.start: NDArray[np.int64] = np.concatenate(([0], np.cumsum(lens)))
-        position = np.arange(self.start[-1]) - np.repeat(self.start[:-1], lens)
-        self.position: NDArray[np.int64] = position.astype(np.int64, copy=False)
+        first: NDArray[np.int64] = np.repeat(self.start[:-1], lens)
+        self.position: NDArray[np.int64] = np.arange(int(self.start[-1]), dtype=np.int64) - first
         self.uid: NDArray[np.int64] = np.repeat(
             np.array([r.uid for r in step.requests], dtype=np.int64), lens
         )
