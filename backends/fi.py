@@ -32,4 +32,5 @@ class FlashInferBackend(FlashInferBase):
 
 def _slots(cache: torch.Tensor) -> torch.Tensor:
     """`[num_pages, page_size, heads, dim]` as `[num_slots, 1, heads, dim]`, without a copy."""
-    return cache.view(-1, 1, cache.shape[2], cache.shape[3])
+    num_pages, page_size, heads, dim = cache.shape
+    return cache.view(num_pages * page_size, 1, heads, dim)

@@ -87,6 +87,7 @@ class FlashInferBase:
         self.prefill_wrapper = BatchPrefillWithPagedKVCacheWrapper(
             self.float_workspace, engine.layout, backend="fa2"
         )
+        self.wrappers = {"prefill": self.prefill_wrapper, "decode": self.decode_wrapper}
         self.plan_options: dict[str, Any] = {
             "num_qo_heads": engine.num_qo_heads,
             "num_kv_heads": engine.num_kv_heads,
@@ -119,7 +120,7 @@ class FlashInferBase:
                 [n - (count - 1) * self.page_size for n, count in zip(seq_lens, pages, strict=True)]
             ),
             seq_lens_cpu=_pinned(seq_lens),
-            wrapper=self.decode_wrapper if batch.is_decode else self.prefill_wrapper,
+            wrapper=self.wrappers[batch.phase],
         )
 
     def _qo_indptr(self, reqs: list[Req], kv_indptr: torch.Tensor) -> torch.Tensor:

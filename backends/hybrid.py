@@ -15,11 +15,10 @@ class HybridBackend:
     """Dispatches on `Batch.phase` alone. Both parts share the engine's pool and page table."""
 
     def __init__(self, prefill: Any, decode: Any) -> None:
-        self.prefill_backend = prefill
-        self.decode_backend = decode
+        self.parts = {"prefill": prefill, "decode": decode}
 
     def _part(self, batch: Batch) -> Any:
-        return self.prefill_backend if batch.is_prefill else self.decode_backend
+        return self.parts[batch.phase]
 
     def prepare_metadata(self, batch: Batch) -> None:
         part: Backend = self._part(batch)

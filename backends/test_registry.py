@@ -126,8 +126,8 @@ def test_hybrid_dispatches_on_the_phase(monkeypatch: pytest.MonkeyPatch, tmp_pat
         batch = make_batch(engine, [(0, 1)], phase)
         hybrid.prepare_metadata(batch)
         assert hybrid.forward(None, None, None, 0, batch) == part  # pyright: ignore[reportArgumentType]
-    assert hybrid.prefill_backend.seen == ["prefill"]
-    assert hybrid.decode_backend.seen == ["decode"]
+    assert hybrid.parts["prefill"].seen == ["prefill"]
+    assert hybrid.parts["decode"].seen == ["decode"]
 
 
 GOOD = (

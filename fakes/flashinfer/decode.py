@@ -260,7 +260,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
                 "mismatches "
                 f"the batch size set during initialization {self._fixed_batch_size}"
             )
-        if len(indices) > len(self._paged_kv_indices_buf):
+        room = self._paged_kv_indices_buf.shape[0]
+        if indices.shape[0] > room:
             raise ValueError("The size of indices should be less than or equal to the allocated buffer")
         self._paged_kv_indptr_buf.copy_(indptr, non_blocking=non_blocking)
         self._paged_kv_last_page_len_buf.copy_(last_page_len, non_blocking=non_blocking)
