@@ -16,7 +16,7 @@ from conformance.shadow import ROOMS, ShadowError, add_current_folder, require_f
 if TYPE_CHECKING:
     from conformance.suite import Results
 
-DEFAULT_CASES = 200
+DEFAULT_CASES = 120
 """Random cases per backend: what keeps all built-in backends below a minute."""
 
 _HOME = Path(__file__).resolve().parent.parent
