@@ -19,7 +19,7 @@ CORRECT = ["torch", "fi", "fi-paged", "fa", "fa,fi", "fi,fa"]
 
 @pytest.mark.parametrize("trace", ["azure_tiny.csv", "mooncake_tiny.jsonl"])
 def test_correct_backends_pass(trace: str) -> None:
-    asked = list(batches(read_trace(DATA / trace), page_size=16))
+    asked = list(batches(read_trace(DATA / trace), page_size=16))[::3]
     assert asked
     with Session(CORRECT) as session:
         sweep = Sweep(session.askers)
