@@ -60,11 +60,6 @@ class Trial:
         """A further execution over a pool poisoned as for the first."""
         return self._run.execute(nan=self.asker.poisons_with_nan)
 
-    @cached_property
-    def fresh(self) -> Execution:
-        """The same case on a new backend object."""
-        return self.asker.start(self.question).execute(nan=self.asker.poisons_with_nan)
-
     def answer(self, step: int, layer: int) -> Answer:
         own = self.first.answers.get((step, layer))
         return self.question.answer(step, layer) if own is None else own

@@ -10,13 +10,12 @@ from typing import Any
 from unittest.mock import patch
 
 from cases.model import Case
-from cases.strategies import engine_cases, kernel_cases
 from conformance import engine, kernel, question
 from conformance.question import Question
+from conformance.selection import cases_for
 from conformance.session import Session
 from conformance.sweep import Sweep, draw
 from conformance.trial import Asker
-from conformance.wanted import wanted_by
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,7 @@ def measure(names: Sequence[str], count: int, seed: int = 0) -> Iterator[Through
 
 
 def _one(asker: Asker, count: int, seed: int) -> Throughput:
-    wanted = wanted_by(asker.spec.capabilities)
-    strategy = engine_cases(wanted) if wanted.level == "engine" else kernel_cases(wanted)
+    strategy = cases_for([asker.spec.capabilities])
     warm = [case for cases in draw(strategy, 50, seed + 1) for case in cases]
     Sweep([asker]).ask_all(warm)
     spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)

@@ -9,16 +9,15 @@ from typing import TextIO
 
 from cases.codec import short
 from cases.model import Case
-from cases.strategies import engine_cases, kernel_cases
 from conformance.examine import examine
 from conformance.find import smallest
 from conformance.mutants import MUTANTS, Mutant
 from conformance.outcome import Verdict
 from conformance.question import Question
+from conformance.selection import cases_for
 from conformance.session import Session
 from conformance.sweep import size
 from conformance.trial import Asker
-from conformance.wanted import wanted_by
 from fakes.recorder import Mode
 
 MAX_EXAMPLES = 4000
@@ -65,8 +64,7 @@ def hunt(mutant: Mutant, session: Session, *, seed: int = 0) -> Caught:
     """Find and shrink a case on which the mutant's own check fails. The session holds the correct backend."""
     correct = next(a for a in session.askers if a.spec.name == mutant.base)
     asker = Asker(mutant.spec(correct.spec), correct.machine, correct.mode)
-    wanted = wanted_by(asker.spec.capabilities)
-    strategy = engine_cases(wanted) if wanted.level == "engine" else kernel_cases(wanted)
+    strategy = cases_for([asker.spec.capabilities])
     started = time.perf_counter()
     case = smallest(asker, mutant.check, strategy, seed=seed, max_examples=MAX_EXAMPLES)
     verdict = None if case is None else examine(Question(case), asker)
