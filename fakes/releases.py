@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-KNOWN: dict[str, tuple[str, ...]] = {"flashinfer": ("0.6.6", "0.7.4"), "sgl_kernel": ("0.4.6",)}
-"""Releases whose behaviour was measured, the default first."""
+KNOWN: dict[str, tuple[str, ...]] = {
+    "flashinfer": ("0.6.6", "0.7.2", "0.7.4"),
+    "sgl_kernel": ("0.4.6", "0.4.10"),
+}
+"""Releases that the fakes can stand for, the default first."""
+
+UNMEASURED: dict[str, tuple[str, ...]] = {"flashinfer": ("0.7.2",), "sgl_kernel": ("0.4.10",)}
+"""Those that no rule of the contract was measured on: `fakes.contract.unmeasured` says what stands in for a
+measurement."""
 
 _selected: dict[str, str] = {library: known[0] for library, known in KNOWN.items()}
 _versions: dict[str, tuple[int, ...]] = {}

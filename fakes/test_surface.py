@@ -189,7 +189,7 @@ def test_every_release_that_a_fake_knows_has_a_surface() -> None:
 
 
 def test_unknown_release_is_refused_in_one_sentence() -> None:
-    with pytest.raises(LookupError, match=r"no surface of sgl_kernel 9\.9 \(committed: 0\.4\.6\)"):
+    with pytest.raises(LookupError, match=r"no surface of sgl_kernel 9\.9 \(committed: 0\.4\.6, 0\.4\.10\)"):
         extract.load("sgl_kernel", "9.9")
 
 

@@ -361,7 +361,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         return (out, lse) if return_lse else out
 
     def _check_rows(self, rows: int, plan: Plan) -> None:
-        if not releases.at_least("flashinfer", "0.7.4"):
+        if not releases.at_least("flashinfer", "0.7.2"):
             return
         per_request = rows // max(1, self._paged_kv_last_page_len_buf.shape[0])
         if plan.kernel == "cuda_core" and per_request > 1:

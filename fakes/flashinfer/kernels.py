@@ -16,7 +16,7 @@ from fakes.flashinfer.plans import Plan
 from fakes.recorder import Attended, Call, Span
 
 SENTINEL = -5.0e4
-"""Log2-sum-exp of a row without keys before 0.7.4: the masked score, which is finite there."""
+"""Log2-sum-exp of a row without keys before 0.7.2: the masked score, which is finite there."""
 
 LN2 = math.log(2.0)
 
@@ -130,8 +130,8 @@ def _end_empty_rows(
     out: np.ndarray,
     lse: np.ndarray,
 ) -> None:
-    """Before 0.7.4 masked scores are finite: empty rows end in a sentinel, and fa3 averages its tiles."""
-    if not lse.size or np.isfinite(lse.sum()) or releases.at_least("flashinfer", "0.7.4"):
+    """Before 0.7.2 masked scores are finite: empty rows end in a sentinel, and fa3 averages its tiles."""
+    if not lse.size or np.isfinite(lse.sum()) or releases.at_least("flashinfer", "0.7.2"):
         return  # neither -inf nor NaN anywhere
     if not np.isneginf(lse).any():
         return

@@ -1,7 +1,7 @@
 """Merging attention states (v, s): s is a log-sum-exp in base 2.
 
-Before 0.7.4 two empty states (-inf) give NaN in the pairwise kernels, and the list kernel starts from a
-finite sentinel; from 0.7.4 on an empty state is neutral.
+Before 0.7.2 two empty states (-inf) give NaN in the pairwise kernels, and the list kernel starts from a
+finite sentinel; from 0.7.2 on an empty state is neutral.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _pair_kernel(
     a, b = _exact(s_a), _exact(s_b)
     with np.errstate(invalid="ignore"):
         top = np.maximum(a, b)
-        if releases.at_least(LIBRARY, "0.7.4"):
+        if releases.at_least(LIBRARY, "0.7.2"):
             top = np.where(np.isneginf(top), 0.0, top)
         weight_a, weight_b = np.exp2(a - top), np.exp2(b - top)
         total = weight_a + weight_b
@@ -132,7 +132,7 @@ def _list_kernel(v: torch.Tensor, s: torch.Tensor, merged: torch.Tensor, lse: to
     count = logs.shape[1]
     if count == 1:
         result, total = np.array(states[:, 0]), np.array(logs[:, 0])
-    elif releases.at_least(LIBRARY, "0.7.4"):
+    elif releases.at_least(LIBRARY, "0.7.2"):
         top = logs.max(axis=1, initial=-np.inf)
         top = np.where(np.isneginf(top), 0.0, top)
         weights = np.exp2(logs - top[:, None])

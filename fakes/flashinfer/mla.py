@@ -302,7 +302,7 @@ def _kernel(
     )
     if not natural:
         exact_lse /= LN2
-    if not releases.at_least("flashinfer", "0.7.4"):
+    if not releases.at_least("flashinfer", "0.7.2"):
         exact_lse[np.isneginf(exact_lse)] = SENTINEL * (LN2 if natural else 1.0)
     idle = numbers.uncovered(spans, rows)
     numbers.rounded(exact, out.dtype, out, idle)

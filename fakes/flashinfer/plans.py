@@ -20,7 +20,11 @@ Kernel = Literal["cuda_core", "fa2", "fa3"]
 _tokens = itertools.count(1)
 
 COMPILED = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
-GROUPS = {"0.6.6": (1, 2, 3, 4, 8), "0.7.4": (1, 2, 3, 4, 6, 8, 16)}
+GROUPS = {
+    "0.6.6": (1, 2, 3, 4, 8),
+    "0.7.2": (1, 2, 3, 4, 6, 8, 16),
+    "0.7.4": (1, 2, 3, 4, 6, 8, 16),
+}
 """Group sizes that the CUDA-core decode kernel is built for."""
 
 
@@ -208,7 +212,7 @@ def read_decode_indptr(indptr: torch.Tensor, batch_size: int) -> list[int]:
     """
     array = words(indptr)
     if array.size == 1 and batch_size == 1:
-        if releases.at_least("flashinfer", "0.7.4"):
+        if releases.at_least("flashinfer", "0.7.2"):
             raise illegal_access("indptr[1] is read, the array has 1 entry")
         raise WouldCrash(
             "SIGFPE: indptr[1] is read, the array has 1 entry, and the planner divides by the result"
@@ -225,7 +229,7 @@ def longest(lengths: torch.Tensor) -> int:
     """Largest length, by the call that the release makes: each fails on no lengths in its own way."""
     if lengths.numel():
         return int(lengths.max())
-    return int(lengths.max()) if releases.at_least("flashinfer", "0.7.4") else int(max(lengths))
+    return int(lengths.max()) if releases.at_least("flashinfer", "0.7.2") else int(max(lengths))
 
 
 def _check_rise(name: str, indptr: Sequence[int], i: int) -> None:

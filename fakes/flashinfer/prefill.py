@@ -219,7 +219,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                 if seq_lens is None
                 else cuda.host(seq_lens).reshape(-1)
             )
-            if seq_lens is not None and releases.at_least("flashinfer", "0.7.4"):
+            if seq_lens is not None and releases.at_least("flashinfer", "0.7.2"):
                 lengths = lengths.to(torch.int32)
             longest(lengths)
         self._check_graph(total_rows, batch_size, num_indices)
@@ -404,7 +404,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             check_dtypes(q, k, self._cached_q_data_type, self._cached_kv_data_type)
             plan = self._plan_info
             assert plan is not None
-            if releases.at_least("flashinfer", "0.7.4") and q.shape[0] != plan.qo_last:
+            if releases.at_least("flashinfer", "0.7.2") and q.shape[0] != plan.qo_last:
                 raise ValueError(
                     f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({plan.qo_last}). For paged "
                     "prefill, q "

@@ -198,7 +198,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             lengths = host_kv[1:] - host_kv[:-1]
         self._fill_buffers(qo_indptr, kv_indptr, mask, batch_size, total_rows, non_blocking)
         with cuda.paused():
-            wanted = self._requested_backend if releases.at_least("flashinfer", "0.7.4") else self._backend
+            wanted = self._requested_backend if releases.at_least("flashinfer", "0.7.2") else self._backend
             masked = self._custom_mask_buf is not None
             self._backend = resolve_backend(wanted, q_dtype, kv_dtype, masked)
             check_compiled(q_dtype, kv_dtype, o_dtype)
@@ -314,7 +314,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         return_lse: bool = False,
         enable_pdl: bool | None = None,
     ) -> Any:
-        """Attend by the latest plan. Scales are not read by fa2 and fa3, but for fp8 K and V from 0.7.4 on.
+        """Attend by the latest plan. Scales are not read by fa2 and fa3, but for fp8 K and V from 0.7.2 on.
 
         Raises:
             AttributeError: no plan was made. ValueError: dtypes are not the planned ones.
@@ -323,7 +323,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             check_dtypes(q, k, self._cached_q_data_type, self._cached_kv_data_type)
             plan = self._plan_info
             assert plan is not None
-            if releases.at_least("flashinfer", "0.7.4") and q.shape[0] != plan.qo_last:
+            if releases.at_least("flashinfer", "0.7.2") and q.shape[0] != plan.qo_last:
                 raise ValueError(
                     f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({plan.qo_last}). For "
                     "ragged prefill, q "
@@ -353,7 +353,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             )
             self._check_order(plan, q, k.shape[1 if self._kv_layout == "NHD" else 0], 1)
             record = rules.strict()
-            scaled = k.element_size() == 1 and releases.at_least("flashinfer", "0.7.4")
+            scaled = k.element_size() == 1 and releases.at_least("flashinfer", "0.7.2")
             if record is not None and not scaled:
                 for name, scale in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
                     if scale not in (None, 1.0):

@@ -39,13 +39,13 @@ class Until:
 
 
 def later_lse(function: Callable[P, R]) -> Callable[P, R]:
-    """From 0.7.4 on, prefill `run` also takes `lse_base` ("log2", "ln") and `lse_layout` ("NH", "HN")."""
+    """From 0.7.2 on, prefill `run` also takes `lse_base` ("log2", "ln") and `lse_layout` ("NH", "HN")."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if "lse_base" not in kwargs and "lse_layout" not in kwargs:
             return function(*args, **kwargs)
-        if not releases.at_least(LIBRARY, "0.7.4"):
+        if not releases.at_least(LIBRARY, "0.7.2"):
             return function(*args, **kwargs)  # Python's own TypeError
         base, layout = kwargs.pop("lse_base", "log2"), kwargs.pop("lse_layout", "NH")
         if base not in ("log2", "ln") or layout not in ("NH", "HN"):
