@@ -96,7 +96,7 @@ def _answers(seen: Callable[[], bool]) -> dict[str, Any]:
         "get_arch_list": lambda: [f"sm_{properties.major}{properties.minor}"],
         "is_bf16_supported": lambda including_emulation=True: True,
         "can_device_access_peer": lambda device, peer_device: True,
-        "synchronize": of_device(None),
+        "synchronize": streams.synchronize,
         "ipc_collect": lambda: None,
         "empty_cache": lambda: None,
         "mem_get_info": of_device((properties.total_memory, properties.total_memory)),

@@ -1,20 +1,110 @@
-"""Streams and events of a device that runs each call at once: everything enqueued is done already."""
+"""Streams and events. Each call computes at once; what the host may rely on is another matter (`fakes.cuda.clocks`).
+
+Copies between host and device, and what a library copies for itself, are work on a stream. Until the host has waited
+for it (through an event that was recorded after it, its stream, or the device) it counts as still running.
+"""
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
-import torch
-
-from fakes.cuda.devices import CUDA
+from fakes.cuda import watch
+from fakes.cuda.clocks import Clock, Timeline, Work, merge
+from fakes.cuda.devices import CUDA, ordinal
 from fakes.cuda.interface import NotSimulated
 
+_ids = itertools.count(1)
 
-class Event:
-    """`torch.cuda.Event`. Complete as soon as it is recorded; before that too, as on CUDA."""
+
+class Streams:
+    """The streams of one simulation: which one is current in this thread, and what the host has waited for.
+
+    The latest made is the one that new streams and events belong to. `refuse_in_capture` is
+    called with what is about to make the host wait; it raises where a graph is being captured.
+    """
+
+    latest: ClassVar[Streams]
+
+    def __init__(self, refuse_in_capture: Callable[[str], None] | None = None) -> None:
+        Streams.latest = self
+        self.timeline = Timeline()
+        self.default = Stream()
+        self.default.stream_id = self.default.cuda_stream = 0
+        self.refuse_in_capture = refuse_in_capture
+        self._threads = threading.local()
+
+    @property
+    def now(self) -> Stream:
+        return getattr(self._threads, "now", self.default)
+
+    @now.setter
+    def now(self, stream: Stream) -> None:
+        self._threads.now = stream
+
+    def current_stream(self, device: Any = None) -> Stream:
+        ordinal(device)
+        return self.now
+
+    def default_stream(self, device: Any = None) -> Stream:
+        ordinal(device)
+        return self.default
+
+    def set_stream(self, stream: Stream | None) -> None:
+        if stream is not None:
+            self.now = stream
+
+    def stream(self, stream: Stream | None) -> AbstractContextManager[Any]:
+        return nullcontext() if stream is None else _Switched(self, stream)
+
+    def synchronize(self, device: Any = None) -> None:
+        """`torch.cuda.synchronize`."""
+        ordinal(device)
+        self._refuse("device synchronize")
+        watch.host_waits("torch.cuda.synchronize()")
+        self.timeline.wait_for_all()
+
+    def enqueue(self, finish: Callable[[], None] | None = None) -> Work:
+        """Begin work on the current stream; `finish` is called once the host has waited for it."""
+        stream = self.now
+        return self.timeline.enqueue(stream.stream_id, stream.clock, finish)
+
+    def drain(self, what: str) -> None:
+        """An operation makes the host wait for the current stream and reads a device value: `item`, `nonzero`."""
+        self._refuse(what)
+        watch.host_waits(what)
+        self.timeline.wait(self.now.clock)
+
+    def wait(self, clock: Clock, what: str) -> None:
+        self._refuse(what)
+        self.timeline.wait(clock)
+
+    def _refuse(self, what: str) -> None:
+        if self.refuse_in_capture is not None:
+            self.refuse_in_capture(what)
+
+
+class _Polled:
+    """Answers "not yet" once before "done", so that code sees both and a loop of queries ends."""
+
+    _asked: Clock | None = None
+
+    def _poll(self, streams: Streams, clock: Clock) -> bool:
+        if streams.timeline.passed(clock):
+            return True
+        if self._asked != clock:
+            self._asked = dict(clock)
+            return False
+        streams.timeline.wait(clock)
+        return True
+
+
+class Event(_Polled):
+    """`torch.cuda.Event`. Before it is recorded it counts as complete, as on CUDA."""
 
     def __init__(
         self,
@@ -25,6 +115,8 @@ class Event:
     ) -> None:
         self.enable_timing = enable_timing
         self.device = CUDA
+        self._streams = Streams.latest
+        self._clock: Clock = {}
         self._recorded_at: float | None = None
 
     @property
@@ -32,16 +124,19 @@ class Event:
         return id(self) if self._recorded_at is not None else 0
 
     def record(self, stream: Stream | None = None) -> None:
+        self._clock = dict((stream or self._streams.now).clock)
         self._recorded_at = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
-        pass
+        (stream or self._streams.now).wait_event(self)
 
     def query(self) -> bool:
-        return True
+        """False once if the host has not waited for what it was recorded after; then it has happened."""
+        self._streams._refuse("event query")
+        return self._poll(self._streams, self._clock)
 
     def synchronize(self) -> None:
-        pass
+        self._streams.wait(self._clock, "event synchronize")
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds of host time between two recorded events; the device itself takes none."""
@@ -52,23 +147,23 @@ class Event:
         return (end_event._recorded_at - self._recorded_at) * 1e3
 
 
-class Stream:
+class Stream(_Polled):
     """`torch.cuda.Stream`. As a context manager it becomes the current stream."""
 
-    _ids = itertools.count(1)
-
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.stream_id = self.cuda_stream = next(Stream._ids)
+        self.stream_id = self.cuda_stream = next(_ids)
         self.priority = priority
         self.device = CUDA
         self.device_index = 0
+        self.clock: Clock = {}
+        self._streams = Streams.latest
         self._entered: list[AbstractContextManager[Any]] = []
 
     def wait_stream(self, stream: Stream) -> None:
-        pass
+        merge(self.clock, stream.clock)
 
     def wait_event(self, event: Event) -> None:
-        pass
+        merge(self.clock, event._clock)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -76,41 +171,22 @@ class Stream:
         return event
 
     def query(self) -> bool:
-        return True
+        """False once if the host has not waited for all that is enqueued here; then that is done."""
+        self._streams._refuse("stream query")
+        return self._poll(self._streams, self.clock)
 
     def synchronize(self) -> None:
-        pass
+        watch.host_waits("Stream.synchronize()")
+        self._streams.wait(self.clock, "stream synchronize")
 
     def __enter__(self) -> Self:
-        entered = torch.cuda.stream(self)  # type: ignore[arg-type]
+        entered = self._streams.stream(self)
         entered.__enter__()
         self._entered.append(entered)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._entered.pop().__exit__(None, None, None)
-
-
-class Streams:
-    """Which stream is current, and torch.cuda's functions about that."""
-
-    def __init__(self) -> None:
-        self.default = Stream()
-        self.default.stream_id = self.default.cuda_stream = 0
-        self.now = self.default
-
-    def current_stream(self, device: Any = None) -> Stream:
-        return self.now
-
-    def default_stream(self, device: Any = None) -> Stream:
-        return self.default
-
-    def set_stream(self, stream: Stream | None) -> None:
-        if stream is not None:
-            self.now = stream
-
-    def stream(self, stream: Stream | None) -> AbstractContextManager[Any]:
-        return nullcontext() if stream is None else _Switched(self, stream)
 
 
 class _Switched(AbstractContextManager[None]):
