@@ -71,6 +71,8 @@ class Capabilities:
     """A request's result has the same bits whatever its batch mates, their order and the pages' places."""
     reads_unowned_slots: bool = False
     """Reads slots that the request does not own and discards them: they are then poisoned with large finite values."""
+    cuda_graph: bool = False
+    """Its decode batches can be captured in CUDA graphs: it has the three further methods of `GraphBackend`."""
 
 
 @runtime_checkable
@@ -113,7 +115,7 @@ class EngineContext:
     max_seq_len: int
     """Longest sequence, in tokens: the columns of `page_table`."""
     max_batch: int
-    """Most requests in one batch."""
+    """Most requests in one batch, padding not counted: a captured size may be larger."""
     kv_pool: KVPool
     page_table: torch.Tensor
     """int32 `[rows, max_seq_len]` on `device`: *token locations* (slots) whatever the page size. Columns past a
@@ -147,7 +149,10 @@ class Batch:
     out_loc: torch.Tensor
     """int32 `[num_tokens]`: slot of each new token, in request order."""
     padded_reqs: list[Req] = field(default_factory=list[Req])
-    """`reqs`, then dummy requests up to a captured batch size."""
+    """`reqs`, then dummy requests up to a captured batch size; their tokens count in `positions` and `out_loc`.
+
+    A dummy has `cached_len` 0 and `device_len` 1, a row of `page_table` and a page that no other request has.
+    """
     attn_metadata: Any = None
     """Left here by `prepare_metadata`."""
 
@@ -165,8 +170,9 @@ class Backend(Protocol):
     """An engine's attention backend.
 
     Optional: `capabilities` (a class attribute; the default of `Capabilities()` where absent), `refuses` (True
-    promises `conformance.Refused` for whatever is not declared), and `forward_return_lse` (where an LSE base is
-    declared), which takes what `forward` takes and returns `(out, lse)` with lse float32 `[num_tokens, num_qo_heads]`.
+    promises `conformance.Refused` for whatever is not declared), `forward_return_lse` (where an LSE base is
+    declared), which takes what `forward` takes and returns `(out, lse)` with lse float32 `[num_tokens, num_qo_heads]`,
+    and the methods of `GraphBackend` (where `cuda_graph` is declared).
     """
 
     def __init__(self, engine: EngineContext) -> None: ...
@@ -182,6 +188,35 @@ class Backend(Protocol):
 
         q `[num_tokens, num_qo_heads, head_dim_qk]`, k and v `[num_tokens, num_kv_heads, dim]`, in the engine's dtype
         and on its device; returns `[num_tokens, num_qo_heads, head_dim_vo]`, the same dtype and device.
+        """
+        ...
+
+
+@runtime_checkable
+class GraphBackend(Backend, Protocol):
+    """A backend whose decode batches an engine captures in CUDA graphs, one graph a batch size (`cuda_graph`).
+
+    A graph keeps the addresses that its kernels were given, so whatever differs between batches is read from buffers
+    that stay where they are. The engine captures the largest size first, and replays the smallest that holds a batch.
+    """
+
+    def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+        """Once, before the first capture: make buffers for each size of `bs_list`, up to `max_seq_len` tokens each."""
+        ...
+
+    def prepare_for_capture(self, batch: Batch) -> None:
+        """Instead of `prepare_metadata`, for a batch of dummies whose size is one of `bs_list`.
+
+        Leave in `batch.attn_metadata` what `forward` needs, all of it in the buffers. `forward` then runs twice in
+        every layer, the second time while the graph records it: it must neither read a tensor on the host nor
+        synchronise.
+        """
+        ...
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        """After `prepare_metadata(batch)`, before the graph for `len(batch.padded_reqs)` requests is replayed.
+
+        Write this batch into the buffers, the dummies too; `forward` is not called again.
         """
         ...
 

@@ -5,7 +5,7 @@ Argument semantics: the docstring of `sgl_kernel.flash_attn.flash_attn_with_kvca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -45,6 +45,7 @@ class FlashAttentionBackend:
         window=True,
         soft_cap=True,
         lse="e",
+        cuda_graph=True,
     )
     refuses: ClassVar[bool] = True
 
@@ -83,6 +84,38 @@ class FlashAttentionBackend:
             max_seqlen_q=max(seqlens_q),
             max_seqlen_k=max(seqlens_k),
         )
+
+    def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+        largest, as_int32 = max(bs_list), {"dtype": torch.int32, "device": self.device}
+        self.captured = FAMetadata(
+            cu_seqlens_q=torch.arange(largest + 1, **as_int32),  # decode: one row per request, in every batch
+            cu_seqlens_k=torch.arange(largest + 1, **as_int32),
+            cache_seqlens=torch.ones(largest, **as_int32),
+            page_table=torch.zeros(largest, -(-max_seq_len // self.page_size), **as_int32),
+            max_seqlen_q=1,
+            max_seqlen_k=max_seq_len,
+        )
+
+    def _captured(self, batch: Batch) -> FAMetadata:
+        """The buffers of a batch, as long as its graph reads them."""
+        bs = len(batch.padded_reqs)
+        return replace(
+            self.captured,
+            cu_seqlens_q=self.captured.cu_seqlens_q[: bs + 1],
+            cu_seqlens_k=self.captured.cu_seqlens_k[: bs + 1],
+            cache_seqlens=self.captured.cache_seqlens[:bs],
+            page_table=self.captured.page_table[:bs],
+        )
+
+    def prepare_for_capture(self, batch: Batch) -> None:
+        batch.attn_metadata = self._captured(batch)
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        buffers, metadata = self._captured(batch), batch.attn_metadata
+        assert isinstance(metadata, FAMetadata)
+        buffers.cu_seqlens_k.copy_(metadata.cu_seqlens_k)
+        buffers.cache_seqlens.copy_(metadata.cache_seqlens)
+        buffers.page_table[:, : metadata.page_table.shape[1]].copy_(metadata.page_table)
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, pin_memory=True).to(self.device, non_blocking=True)

@@ -20,6 +20,7 @@ class FlashInferBackend(FlashInferBase):
         window=True,
         soft_cap=True,
         lse="2",
+        cuda_graph=True,
     )
     refuses: ClassVar[bool] = True
 

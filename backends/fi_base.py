@@ -53,6 +53,18 @@ class FIMetadata:
         return (self.cu_seqlens_q_cpu[1 : bs + 1] - 1).to(self.indices.device, non_blocking=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FICaptured:
+    """What captured kernels read: int32 buffers on the device, shared by the wrappers of all batch sizes."""
+
+    indptr: torch.Tensor
+    """`[max_bs + 1]`."""
+    indices: torch.Tensor
+    """`[max_bs * ceil(max_seq_len / page_size)]`."""
+    last_page_len: torch.Tensor
+    """`[max_bs]`."""
+
+
 class FlashInferBase:
     """Plans and runs FlashInfer on pages of `page_size` slots. A subclass says how it sees the pool.
 
@@ -69,6 +81,7 @@ class FlashInferBase:
         from flashinfer import (
             BatchDecodeWithPagedKVCacheWrapper,  # pyright: ignore[reportAttributeAccessIssue]
             BatchPrefillWithPagedKVCacheWrapper,  # pyright: ignore[reportAttributeAccessIssue]
+            CUDAGraphBatchDecodeWithPagedKVCacheWrapper,  # pyright: ignore[reportAttributeAccessIssue]
         )
 
         refuse_undeclared(engine, self.capabilities)
@@ -80,14 +93,16 @@ class FlashInferBase:
         self.page_table = engine.page_table
         self.page_size = page_size
         self.float_workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        group_size = engine.num_qo_heads // engine.num_kv_heads
+        self.use_tensor_cores = engine.num_qo_heads // engine.num_kv_heads >= TENSOR_CORE_GROUP
         self.decode_wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            self.float_workspace, engine.layout, use_tensor_cores=group_size >= TENSOR_CORE_GROUP
+            self.float_workspace, engine.layout, use_tensor_cores=self.use_tensor_cores
         )
         self.prefill_wrapper = BatchPrefillWithPagedKVCacheWrapper(
             self.float_workspace, engine.layout, backend="fa2"
         )
         self.wrappers = {"prefill": self.prefill_wrapper, "decode": self.decode_wrapper}
+        self.graph_wrapper_class = CUDAGraphBatchDecodeWithPagedKVCacheWrapper
+        self.graph_wrappers: dict[int, Any] = {}
         self.plan_options: dict[str, Any] = {
             "num_qo_heads": engine.num_qo_heads,
             "num_kv_heads": engine.num_kv_heads,
@@ -141,7 +156,7 @@ class FlashInferBase:
             return
         # plan() rewrites the pinned buffer that the previous plan's copy may still be reading.
         self.last_event.synchronize()
-        if metadata.wrapper is self.decode_wrapper:
+        if metadata.wrapper is not self.prefill_wrapper:
             metadata.wrapper.plan(
                 indptr=metadata.cu_seqlens_k_cpu,
                 indices=metadata.indices,
@@ -164,6 +179,34 @@ class FlashInferBase:
             )
         self.last_event.record()
         metadata.initialized = True
+
+    def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+        largest, as_int32 = max(bs_list), {"dtype": torch.int32, "device": self.device}
+        self.captured = FICaptured(
+            indptr=torch.zeros(largest + 1, **as_int32),
+            indices=torch.zeros(largest * -(-max_seq_len // self.page_size), **as_int32),
+            last_page_len=torch.ones(largest, **as_int32),
+        )
+
+    def prepare_for_capture(self, batch: Batch) -> None:
+        bs = len(batch.padded_reqs)
+        self.graph_wrappers[bs] = self.graph_wrapper_class(
+            self.float_workspace,
+            self.captured.indptr[: bs + 1],
+            self.captured.indices,
+            self.captured.last_page_len[:bs],
+            self.engine.layout,
+            use_tensor_cores=self.use_tensor_cores,
+        )
+        self.prepare_metadata(batch)
+        self.prepare_for_replay(batch)
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        metadata = batch.attn_metadata
+        assert isinstance(metadata, FIMetadata)
+        assert not metadata.initialized
+        metadata.wrapper = self.graph_wrappers[len(batch.padded_reqs)]
+        self._plan_once(metadata)  # fills the buffers; the graph's kernels follow the new plan
 
     def _run(
         self,

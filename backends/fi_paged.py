@@ -19,6 +19,7 @@ class FlashInferPagedBackend(FlashInferBase):
         window=True,
         soft_cap=True,
         lse="2",
+        cuda_graph=True,
     )
     refuses: ClassVar[bool] = True
 

@@ -35,6 +35,17 @@ class HybridBackend:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._part(batch).forward_return_lse(q, k, v, layer_id, batch)
 
+    # Only decode batches are captured.
+
+    def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+        self.parts["decode"].init_capture_graph(max_seq_len, bs_list)
+
+    def prepare_for_capture(self, batch: Batch) -> None:
+        self.parts["decode"].prepare_for_capture(batch)
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        self.parts["decode"].prepare_for_replay(batch)
+
 
 def meet(prefill: Capabilities, decode: Capabilities) -> Capabilities:
     """What both parts offer; each brings its own phase. Parts with LSEs of two bases offer none."""
@@ -63,6 +74,7 @@ def meet(prefill: Capabilities, decode: Capabilities) -> Capabilities:
         empty_lse="sentinel" if "sentinel" in (prefill.empty_lse, decode.empty_lse) else "-inf",
         bit_equal=both("bit_equal"),
         reads_unowned_slots=prefill.reads_unowned_slots or decode.reads_unowned_slots,
+        cuda_graph=decode.cuda_graph,
     )
 
 

@@ -35,6 +35,8 @@ BUILT_IN = {
 
 METHODS = {"engine": ("prepare_metadata", "forward"), "kernel": ("attend",)}
 """What a class of each level must define."""
+GRAPH_METHODS = ("init_capture_graph", "prepare_for_capture", "prepare_for_replay")
+"""What an engine-level class must define beside these where it declares `cuda_graph`."""
 
 
 class BackendError(ValueError):
@@ -91,7 +93,15 @@ def describe(name: str) -> str:
         BackendError: as `resolve` does.
     """
     caps = resolve(name).capabilities
-    flags = ("non_causal", "window", "soft_cap", "custom_mask", "rows_without_keys", "empty_requests")
+    flags = (
+        "non_causal",
+        "window",
+        "soft_cap",
+        "custom_mask",
+        "rows_without_keys",
+        "empty_requests",
+        "cuda_graph",
+    )
     words = [
         caps.level,
         "+".join(sorted(caps.phases)),
@@ -184,6 +194,11 @@ def _check(name: str, cls: Any) -> BackendSpec:
             f"backend {name!r}: class {cls.__qualname__} declares an LSE (base {caps.lse}) "
             "but lacks the method forward_return_lse"
         )
+    for method in GRAPH_METHODS if caps.cuda_graph else ():
+        if not callable(getattr(cls, method, None)):
+            raise BackendError(
+                f"backend {name!r}: class {cls.__qualname__} declares cuda_graph but lacks the method {method}"
+            )
     try:
         inspect.signature(cls).bind(object())
     except TypeError as error:

@@ -88,6 +88,7 @@ def test_meet_keeps_what_both_parts_declare() -> None:
         empty_lse="sentinel",
         bit_equal=True,
         reads_unowned_slots=True,
+        cuda_graph=True,
     )
     default = Capabilities()
     kernel_only = {"level", "merges", "phases"}
@@ -98,6 +99,8 @@ def test_meet_keeps_what_both_parts_declare() -> None:
     mixed = meet(every, default)
     assert (mixed.page_sizes, mixed.window, mixed.strided, mixed.lse) == (frozenset({16}), False, False, None)
     assert mixed.reads_unowned_slots
+    assert not mixed.cuda_graph
+    assert meet(default, every).cuda_graph, "only decode batches are captured"
 
 
 def test_meet_takes_each_phase_from_its_part() -> None:
@@ -183,6 +186,7 @@ def test_class_of_ones_own_needs_no_declaration(monkeypatch: pytest.MonkeyPatch,
         ("mine:BadLevel", "mine:BadLevel.capabilities.level is 'engin', expected 'engine' or 'kernel'"),
         ("mine:BadBase", "mine:BadBase.capabilities.lse is '10', expected None, 'e' or '2'"),
         ("mine:NoLse", r"class NoLse declares an LSE \(base e\) but lacks the method forward_return_lse"),
+        ("mine:NoHooks", "class NoHooks declares cuda_graph but lacks the method init_capture_graph"),
         ("mine:TwoArguments", "class TwoArguments cannot be made from one EngineContext: missing a required"),
         ("mine:BadRefuses", "BadRefuses.refuses is 'yes', expected a bool"),
     ],
@@ -204,6 +208,7 @@ def test_bad_name_gets_one_sentence(
         + declared.format("BadLevel", "Capabilities(level='engin')")
         + declared.format("BadBase", "Capabilities(lse='10')")
         + declared.format("NoLse", "Capabilities(lse='e')")
+        + declared.format("NoHooks", "Capabilities(cuda_graph=True)")
         + "class TwoArguments(Good):\n    def __init__(self, engine, more): pass\n"
         + "class BadRefuses(Good):\n    refuses = 'yes'\n",
     )
@@ -256,7 +261,7 @@ def test_name_of_two_owners_is_refused(
 def test_description_is_one_line_of_what_is_declared() -> None:
     assert describe("torch") == (
         "engine, decode+prefill, needs no library, dtypes bfloat16 float16 float32, page sizes any, "
-        "layouts NHD, head dims any, groups any"
+        "layouts NHD, head dims any, groups any, cuda graph"
     )
     text = describe("kernel:fi-decode")
     assert "\n" not in text

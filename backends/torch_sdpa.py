@@ -5,7 +5,7 @@ It needs no kernel library and runs on the plain CPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar
 
@@ -24,6 +24,8 @@ class TorchMetadata:
     page_table: torch.Tensor
     """int32 `[bs, max_seqlen_k]`: the slot of each key; columns past a request's length mean nothing."""
     max_seqlen_q: int
+    is_captured: bool = False
+    """Whether the tensors are the buffers that a CUDA graph reads: their values are then not to be read here."""
 
     def get_last_indices(self, bs: int) -> torch.Tensor:
         """Row of the last query of each of the first `bs` requests, int32 `[bs]`: what an LM head reads."""
@@ -33,7 +35,7 @@ class TorchMetadata:
 class TorchBackend:
     """Causal attention over the slots that the page table names, request by request."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities()
+    capabilities: ClassVar[Capabilities] = Capabilities(cuda_graph=True)
     refuses: ClassVar[bool] = True
 
     def __init__(self, engine: EngineContext) -> None:
@@ -63,6 +65,8 @@ class TorchBackend:
         self.kv_pool.store_kv(k, v, batch.out_loc, layer_id)  # before reading: a new token attends to itself
         k_slots = self.kv_pool.k_cache(layer_id).flatten(0, 1)
         v_slots = self.kv_pool.v_cache(layer_id).flatten(0, 1)
+        if metadata.is_captured:
+            return self._decode(q, k_slots, v_slots, metadata)
         starts = metadata.cu_seqlens_q.tolist()
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         for i, kv_len in enumerate(metadata.cache_seqlens.tolist()):
@@ -82,3 +86,51 @@ class TorchBackend:
             q, k, v, attn_mask=None if qo_len == 1 else visible, scale=self.engine.scale, enable_gqa=True
         )
         return out.squeeze(0).transpose(0, 1)
+
+    def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+        largest = max(bs_list)
+        as_int32 = {"dtype": torch.int32, "device": self.engine.device}
+        self.captured = TorchMetadata(
+            cu_seqlens_q=torch.arange(largest + 1, **as_int32),
+            cache_seqlens=torch.ones(largest, **as_int32),
+            page_table=torch.zeros(largest, max_seq_len, **as_int32),
+            max_seqlen_q=1,
+            is_captured=True,
+        )
+
+    def _captured(self, batch: Batch) -> TorchMetadata:
+        """The buffers of a batch, as long as its graph reads them."""
+        bs = len(batch.padded_reqs)
+        return replace(
+            self.captured,
+            cu_seqlens_q=self.captured.cu_seqlens_q[: bs + 1],
+            cache_seqlens=self.captured.cache_seqlens[:bs],
+            page_table=self.captured.page_table[:bs],
+        )
+
+    def prepare_for_capture(self, batch: Batch) -> None:
+        batch.attn_metadata = self._captured(batch)
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        buffers, metadata = self._captured(batch), batch.attn_metadata
+        assert isinstance(metadata, TorchMetadata)
+        buffers.cache_seqlens.copy_(metadata.cache_seqlens)
+        buffers.page_table[:, : metadata.page_table.shape[1]].copy_(metadata.page_table)
+
+    def _decode(
+        self, q: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor, metadata: TorchMetadata
+    ) -> torch.Tensor:
+        """One query per request over every column of the page table, masked: shapes that no length changes."""
+        table = metadata.page_table
+        own = torch.arange(table.shape[1], device=table.device) < metadata.cache_seqlens[:, None]
+        # Slots of nobody may hold NaN, which a weight of 0 does not remove.
+        k, v = (x[table].float().masked_fill_(~own[:, :, None, None], 0.0) for x in (k_slots, v_slots))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q.float().unsqueeze(2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=own[:, None, None, :],
+            scale=self.engine.scale,
+            enable_gqa=True,
+        )
+        return out.squeeze(2).to(q.dtype)
