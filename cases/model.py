@@ -11,6 +11,8 @@ from typing import Annotated, Literal, cast
 from pydantic import ConfigDict, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
+from cases.session_rules import check_session
+
 DType = Literal["float16", "bfloat16", "float32"]
 KVDType = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"]
 Level = Literal["engine", "kernel"]
@@ -132,11 +134,15 @@ _TaggedRequest = Annotated[
 
 @dataclass(frozen=True, config=_CONFIG)
 class Step:
-    """One batch. `phase` is what a hybrid dispatches on; `kind` says which sort of prefill batch it is."""
+    """One batch. `phase` is what a hybrid dispatches on; `kind` says which sort of prefill batch it is.
+
+    `finished`: of a session, uids that leave before this batch; who is in neither keeps its row and its pages.
+    """
 
     requests: Annotated[tuple[_TaggedRequest, ...], Field(min_length=1, max_length=4096)]
     phase: Phase = "prefill"
     kind: Kind = "prefill"
+    finished: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
     def __post_init__(self) -> None:
         if (self.phase == "decode") != (self.kind == "decode"):
@@ -177,6 +183,11 @@ class Case:
         spare_pages: pages that no request ever owns.
         strided: q, k and v are slices of one fused tensor, as a projection leaves them.
         sm_scale: factor on q . k; None means head_dim_qk ** -0.5.
+        session: one pool and one page table live through all steps: what a step stored is what a later one reads
+            (else each step finds what it needs, whatever the ones before it did). Then a request stays until a step
+            names it in `finished`, may wait while others compute, and may borrow the pages of any that is there;
+            `prefix_of` stands where it is admitted and holds as long as it stays. Tokens that it has then and does
+            not borrow come from elsewhere, say from another host.
 
     Raises:
         ValueError: (pydantic's `ValidationError`) the first rule that is broken, in one sentence.
@@ -200,6 +211,7 @@ class Case:
     values: ValueKind = "needles"
     strided: bool = False
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
+    session: bool = False
 
     def __post_init__(self) -> None:
         longest = max(max(step.kv_lens) for step in self.steps)
@@ -215,18 +227,30 @@ class Case:
             )
         if not self.stored_as_fp8 and (self.k_scale, self.v_scale) != (1.0, 1.0):
             raise ValueError("k_scale and v_scale belong to an fp8 KV cache")
+        self._check_kinds()
+        if self.session:
+            check_session(self)
+            return
         lengths: dict[int, int] = {}
         for index, step in enumerate(self.steps):
             self._check_step(index, step, lengths)
             lengths |= {r.uid: r.kv_len for r in step.requests}
 
-    def _check_step(self, index: int, step: Step, lengths: dict[int, int]) -> None:
+    def _check_kinds(self) -> None:
         wanted = Request if self.level == "engine" else KernelRequest
+        for index, step in enumerate(self.steps):
+            for r in step.requests:
+                if type(r) is not wanted:
+                    raise ValueError(
+                        f"step {index}, uid {r.uid}: a case of level {self.level} holds {wanted.__name__}s only"
+                    )
+
+    def _check_step(self, index: int, step: Step, lengths: dict[int, int]) -> None:
+        if step.finished:
+            raise ValueError(f"step {index}: finished belongs to a session")
         by_uid = {r.uid: r for r in step.requests}
         for r in step.requests:
             where = f"step {index}, uid {r.uid}"
-            if type(r) is not wanted:
-                raise ValueError(f"{where}: a case of level {self.level} holds {wanted.__name__}s only")
             if isinstance(r, Request) and r.cached_len > lengths.get(r.uid, r.cached_len):
                 raise ValueError(
                     f"{where}: cached_len {r.cached_len} is more than the {lengths[r.uid]} tokens it had before"

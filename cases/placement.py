@@ -6,11 +6,15 @@ back is handed out again first, so that pages and rows are reused as in a server
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from cases.model import AnyRequest, Case, Step
+
+
+def _none() -> np.ndarray:
+    return np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +22,19 @@ class Placed:
     """Where the requests of one step stand.
 
     `rows`: page-table row of each request. `pages`: int64 `[num_pages]` each. `slots`: int64 `[kv_len]` each, the slot
-    of every token (page * page_size + offset). `free_pages`: int64, pages that no request of this step owns.
+    of every token (page * page_size + offset). `free_pages`: int64, pages that no request owns.
+
+    Of a session: `origins[request]`, (uid, end) of those whose tokens its first ones are; `cleared`: int64, slots that
+    hold a token no longer; `given`: int64, tokens (all requests one after the other) that no step of it computed.
     """
 
     rows: tuple[int, ...]
     pages: tuple[np.ndarray, ...]
     slots: tuple[np.ndarray, ...]
     free_pages: np.ndarray
+    origins: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    cleared: np.ndarray = field(default_factory=_none)
+    given: np.ndarray = field(default_factory=_none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +60,11 @@ def _peak_pages(case: Case) -> int:
 
 
 def place(case: Case) -> Plan:
-    """Place every request of every step. Pure: the same case gives the same places."""
+    """Place every request of every step of a case that is no session. Pure: the same case gives the same places."""
     num_pages = _peak_pages(case) + case.spare_pages
     num_rows = max(len(step.requests) for step in case.steps) + 1
-    pages = _order(case, num_pages)
-    rows = _order(case, num_rows)
+    pages = free_order(case, num_pages)
+    rows = free_order(case, num_rows)
     held: dict[int, list[int]] = {}
     row_of: dict[int, int] = {}
     steps: list[Placed] = []
@@ -69,7 +79,7 @@ def place(case: Case) -> Plan:
     return Plan(tuple(steps), num_pages, num_rows)
 
 
-def _order(case: Case, count: int) -> list[int]:
+def free_order(case: Case, count: int) -> list[int]:
     """Free list of `count` items; the next one is popped from its end."""
     if case.placement == "sequential":
         return list(range(count - 1, -1, -1))

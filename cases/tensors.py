@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from cases.model import Case, Step
+from cases.ownership import place_session
 from cases.placement import Placed, Plan, place
 from cases.values import RowIds, TokenIds, keys_and_values, queries
 
@@ -86,26 +87,49 @@ class CaseTensors:
             if after:
                 pool = self.pool(step, which, nan=nan, after=False).clone()
                 self.write(pool, s.slots[s.new], rows[:, s.new])
+            elif self.case.session and step:
+                pool = self.pool(step - 1, which, nan=nan, after=True).clone()
+                self.turn(pool, step, which, nan=nan)
             else:
-                finite = 0.0 if which == "k" else LARGE[self.case.cache_dtype]
-                pool = self.empty_pool(rows.shape[-1], NAN if nan else finite)
+                pool = self.empty_pool(rows.shape[-1], self.poison(which, nan=nan))
                 self.write(pool, s.slots[s.stored], rows[:, s.stored])
             self._pools[key] = pool
         return self._pools[key]
+
+    def turn(self, pool: torch.Tensor, step: int, which: str, *, nan: bool) -> None:
+        """What happens to a session's pool before a step: poison where a token has gone, and the tokens that requests
+        bring along."""
+        s = self.steps[step]
+        if len(s.placed.cleared):
+            poison = torch.full((1,), self.poison(which, nan=nan), dtype=pool.dtype)
+            rows = poison.expand(
+                len(pool), len(s.placed.cleared), self.case.heads.num_kv_heads, pool.shape[-1]
+            )
+            self.write(pool, torch.as_tensor(s.placed.cleared), rows)
+        if len(s.placed.given):
+            given = torch.as_tensor(s.placed.given)
+            self.write(pool, s.slots[given], (s.k_all if which == "k" else s.v_all)[:, given])
+
+    def poison(self, which: str, *, nan: bool) -> float:
+        """What unowned slots hold of K ("k") or V ("v")."""
+        return NAN if nan else 0.0 if which == "k" else LARGE[self.case.cache_dtype]
 
     @cached_property
     def _tables(self) -> dict[int, torch.Tensor]:
         return {}
 
     def page_table(self, step: int) -> torch.Tensor:
-        """int32 `[num_rows, table_width]`: token locations; past each length, valid slots that nobody owns.
-        Made once; not to be written to."""
+        """int32 `[num_rows, table_width]`: token locations; past each length, valid slots that nobody owns (in a
+        session what stood there before). Made once; not to be written to."""
         if step not in self._tables:
             placed = self.steps[step].placed
-            free = (
-                placed.free_pages[:, None] * self.case.page_size + np.arange(self.case.page_size)
-            ).reshape(-1)
-            table = np.resize(free, (self.plan.num_rows, self.case.table_width)).astype(np.int32)
+            if self.case.session and step:
+                table = self.page_table(step - 1).numpy().copy()
+            else:
+                free = (
+                    placed.free_pages[:, None] * self.case.page_size + np.arange(self.case.page_size)
+                ).reshape(-1)
+                table = np.resize(free, (self.plan.num_rows, self.case.table_width)).astype(np.int32)
             for row, slots in zip(placed.rows, placed.slots, strict=True):
                 table[row, : len(slots)] = slots
             self._tables[step] = torch.as_tensor(table)
@@ -137,13 +161,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def materialise(case: Case) -> CaseTensors:
     """Build the tensors of a case."""
-    plan = place(case)
+    plan = place_session(case) if case.session else place(case)
     steps = tuple(_step(case, s, p) for s, p in zip(case.steps, plan.steps, strict=True))
     return CaseTensors(case, plan, steps)
 
 
 def _step(case: Case, step: Step, placed: Placed) -> StepTensors:
-    tokens, rows = TokenIds(step), RowIds(step)
+    tokens, rows = TokenIds(step, placed.origins), RowIds(step)
     k, v = keys_and_values(case, tokens)
     q = queries(case, step, tokens, rows, k)
     kv_dtype = getattr(torch, case.cache_dtype)

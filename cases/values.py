@@ -7,6 +7,7 @@ hashed offsets, which costs a gather and no random numbers per case.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -57,10 +58,10 @@ class TokenIds:
 
     `uid`, `position`: int64 `[num_tokens]`, of the token's owner (a borrowed prefix is its lender's).
     `start`: int64 `[num_requests + 1]`, where each request begins. `new`: int64 `[num_rows]`, the tokens that an
-    engine computes in this step.
+    engine computes in this step. `origins`: those of a session's step (`cases.placement.Placed`).
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, origins: Sequence[Sequence[tuple[int, int]]] | None = None) -> None:
         lens = np.array(step.kv_lens, dtype=np.int64)
         self.start: NDArray[np.int64] = np.concatenate(([0], np.cumsum(lens)))
         first: NDArray[np.int64] = np.repeat(self.start[:-1], lens)
@@ -68,9 +69,11 @@ class TokenIds:
         self.uid: NDArray[np.int64] = np.repeat(
             np.array([r.uid for r in step.requests], dtype=np.int64), lens
         )
-        for r, begin in zip(step.requests, self.start, strict=False):
-            if r.prefix_of is not None:
-                self.uid[begin : begin + r.prefix_len] = r.prefix_of
+        if origins is None:
+            origins = [() if r.prefix_of is None else ((r.prefix_of, r.prefix_len),) for r in step.requests]
+        for begin, lent in zip(self.start, origins, strict=False):
+            for uid, end in reversed(lent):
+                self.uid[begin : begin + end] = uid
         stored = np.array([r.stored_len for r in step.requests], dtype=np.int64)
         self.new: NDArray[np.int64] = np.flatnonzero(self.position >= np.repeat(stored, lens))
 

@@ -50,9 +50,15 @@ class Pool:
         self._v_layers = list(self.v.unbind(0))
 
     def fill(self, step: int, *, nan: bool) -> None:
-        """Before a step: the stored tokens where they belong, poison in every other slot."""
-        self.k.copy_(self._tensors.pool(step, "k", nan=nan, after=False))
-        self.v.copy_(self._tensors.pool(step, "v", nan=nan, after=False))
+        """Before a step: the stored tokens where they belong, poison in every other slot.
+
+        In a session the steps before have stored them: only what comes and goes is written.
+        """
+        for which, pool in (("k", self.k), ("v", self.v)):
+            if step and self._tensors.case.session:
+                self._tensors.turn(pool, step, which, nan=nan)
+            else:
+                pool.copy_(self._tensors.pool(step, which, nan=nan, after=False))
 
     def k_cache(self, layer_id: int) -> torch.Tensor:
         return self._k_layers[layer_id]

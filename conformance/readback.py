@@ -109,9 +109,9 @@ def _read(question: Question, asker: Asker, step: int, layer: int, v: np.ndarray
 class _Unpoisoned(CaseTensors):
     """A pool whose unowned slots hold zeros."""
 
-    def empty_pool(self, dim: int, fill: float) -> torch.Tensor:
-        del fill
-        return super().empty_pool(dim, 0.0)
+    def poison(self, which: str, *, nan: bool) -> float:
+        del which, nan
+        return 0.0
 
 
 def _with_values(tensors: CaseTensors, step: int, v: np.ndarray) -> CaseTensors:
