@@ -47,6 +47,9 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
         [3, 1], [4, 6], dtype=torch.bfloat16, kv_dtype=torch.float8_e5m2, k_scale=0.25, v_scale=3.0
     ),
     "own scale": lambda: make_problem([3, 1], [4, 6], scale=1.7),
+    "long": lambda: make_problem([70, 3], [150, 40], heads=(2, 1), dims=(4, 4)),
+    "long, window": lambda: make_problem([90], [120], heads=(2, 1), dims=(4, 4), mask=Mask(window=30)),
+    "long, rows without keys": lambda: make_problem([90], [50], heads=(2, 1), dims=(4, 4)),
     "extreme logits": lambda: make_problem([3, 1], [9, 12], spread=300.0),
 }
 
@@ -98,6 +101,15 @@ def same_for_every_chunk_size(problem: Problem) -> None:
     for keys in (1, 2, 3, 7):
         part = attention.paged_attention(*problem.tensors, **problem.options, chunk_bytes=keys * key_bytes)
         assert_close(part, whole.out, whole.lse, f"chunks of {keys} keys")
+
+
+def same_when_rows_are_cut(problem: Problem) -> None:
+    """All rows at once, and in pieces of which each sees other keys; for problems of more than 2,048 scores a head."""
+    whole = attention.paged_attention(*problem.tensors, **problem.options)
+    for scores in (3000, 7000):
+        chunk_bytes = 8 * scores * problem.q.shape[1]
+        part = attention.paged_attention(*problem.tensors, **problem.options, chunk_bytes=chunk_bytes)
+        assert_close(part, whole.out, whole.lse, f"pieces of {scores} scores a head")
 
 
 def split_equals_whole(problem: Problem) -> None:

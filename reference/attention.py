@@ -18,11 +18,14 @@ import torch
 from cases.model import Mask
 from reference import masks
 from reference.library import Library, library_of
-from reference.ragged import Piece, Ragged, chunks, pieces
+from reference.ragged import WORTH_A_PIECE, Piece, Ragged, chunks, pieces
 from reference.softmax import RunningSoftmax, block_scores
 from reference.state import AttentionState
 
-CHUNK_BYTES = 4 << 20
+CPU_CHUNK_BYTES = 4 << 20
+"""Of float64 K and V, and of scores, that live at a time: what a core's cache holds."""
+GPU_CHUNK_BYTES = 256 << 20
+"""The same on a GPU: enough for one kernel to keep all of it busy."""
 
 
 def paged_attention(
@@ -38,7 +41,7 @@ def paged_attention(
     custom: Sequence[torch.Tensor] | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> AttentionState:
     """softmax(mask(cap(scale * q . k))) v, in this order, for a ragged batch over a paged cache.
 
@@ -55,7 +58,8 @@ def paged_attention(
         scale: factor on q . k.
         custom: one bool `[qo_len, kv_len]` a request; replaces causal and window.
         k_scale: what stored K is multiplied by to dequantise it. v_scale: the same for V.
-        chunk_bytes: most bytes of float64 K and V that live at a time, and most bytes of scores.
+        chunk_bytes: most bytes of float64 K and V that live at a time, and most bytes of scores; None: what suits the
+            device.
 
     Returns:
         float64 out `[rows, num_qo_heads, head_dim_vo]` and natural-log lse `[rows, num_qo_heads]`; (0, -inf) for a
@@ -74,8 +78,13 @@ def paged_attention(
         batch,
         scales=(scale, k_scale, v_scale),
         compute=torch.float64,
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=chunk_bytes or chunk_bytes_on(q.device),
     )
+
+
+def chunk_bytes_on(device: torch.device) -> int:
+    """The size of chunks that suits a device."""
+    return CPU_CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
 
 
 def attend(
@@ -103,10 +112,11 @@ def attend(
     queries = grouped(scaled(converted(q, compute, lib), scale), num_kv_heads)
     running = RunningSoftmax.start((num_kv_heads, num_rows * group, head_dim_vo), compute, lib, round_weights)
     key_bytes = compute.itemsize * num_kv_heads * (k_cache.shape[2] + head_dim_vo)
-    max_scores = chunk_bytes // (compute.itemsize * num_qo_heads)
+    max_scores = chunk_bytes // compute.itemsize
     max_k = max_v = 0.0
     with np.errstate(all="ignore"):
-        ranges = visible_ranges(batch, lib)
+        first, end = masks.key_ranges(batch.qo_lens, batch.kv_lens, batch.mask)
+        ranges = lib.from_host(first[:, None]), lib.from_host(end[:, None])
         for chunk in chunks(batch.slots.shape[0], max(1, chunk_bytes // key_bytes)):
             slots = batch.slots[chunk[0] : chunk[1]]
             k = gathered(k_cache, slots, k_scale, compute, lib)
@@ -115,10 +125,17 @@ def attend(
             max_k, max_v = max(max_k, largest_norm(k, lib)), max(max_v, largest_v)
             # A joined piece gives weight 0 to the keys of other requests, and 0 times their NaN would be NaN.
             join = v_is_finite and batch.custom is None
-            for piece in pieces(batch, chunk, num_qo_heads=num_qo_heads, max_scores=max_scores, join=join):
+            for whole in pieces(batch, chunk, num_qo_heads=num_qo_heads, max_scores=max_scores, join=join):
+                piece = whole
+                if join and whole.num_pairs > WORTH_A_PIECE:
+                    piece = trimmed(whole, first, end)
+                    if piece.keys[0] >= piece.keys[1]:
+                        continue
                 lines = slice(piece.rows[0] * group, piece.rows[1] * group)
                 keys = slice(piece.keys[0] - chunk[0], piece.keys[1] - chunk[0])
-                hidden = hidden_block(piece, batch, ranges, lib)
+                hidden = None
+                if batch.custom is not None or not all_visible(piece, first, end):
+                    hidden = hidden_block(piece, batch, ranges, lib)
                 scores = block_scores(queries[:, lines], k[:, keys], batch.mask.soft_cap, hidden, lib)
                 running.fold(lines, scores, v[:, keys], first=piece.first)
             del k, v  # before the next chunk is gathered
@@ -157,14 +174,25 @@ def ungrouped(x: Any, group: int, lib: Library) -> torch.Tensor:
 
 def gathered(cache: torch.Tensor, slots: Any, factor: float, compute: torch.dtype, lib: Library) -> Any:
     """The named slots, converted and dequantised: `[num_kv_heads, keys, dim]`."""
-    taken = converted(cache.index_select(0, lib.tensor(slots)), compute, lib).swapaxes(0, 1)
+    bits = cache.view(torch.uint8) if cache.element_size() == 1 else cache  # no kernel picks fp8 everywhere
+    taken = converted(bits.index_select(0, lib.tensor(slots)).view(cache.dtype), compute, lib).swapaxes(0, 1)
     return taken if factor == 1.0 else taken * factor
 
 
-def visible_ranges(batch: Ragged, lib: Library) -> tuple[Any, Any]:
-    """Arrays `[rows, 1]`: first and end of the keys that each row sees, in the stream of keys."""
-    first, end = masks.key_ranges(batch.qo_lens, batch.kv_lens, batch.mask)
-    return lib.from_host(first[:, None]), lib.from_host(end[:, None])
+def trimmed(piece: Piece, first: np.ndarray, end: np.ndarray) -> Piece:
+    """A piece without the keys that none of its rows sees; maybe without any.
+
+    first, end: int64 `[rows]`, the range of keys that each row sees; both rise with the rows.
+    """
+    lo, hi = piece.keys
+    return piece._replace(
+        keys=(max(lo, int(first[piece.rows[0]])), min(hi, int(end[piece.rows[1] - 1]))),
+    )
+
+
+def all_visible(piece: Piece, first: np.ndarray, end: np.ndarray) -> bool:
+    """Whether every row of a piece sees every key of it."""
+    return bool(first[piece.rows[1] - 1] <= piece.keys[0] and end[piece.rows[0]] >= piece.keys[1])
 
 
 def hidden_block(piece: Piece, batch: Ragged, ranges: tuple[Any, Any], lib: Library) -> Any:

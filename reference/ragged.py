@@ -127,6 +127,11 @@ class Piece(NamedTuple):
     row_start: int
     key_start: int
 
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of row and key."""
+        return (self.rows[1] - self.rows[0]) * (self.keys[1] - self.keys[0])
+
 
 def chunks(length: int, size: int) -> list[tuple[int, int]]:
     """Half-open ranges of at most `size` that cover 0 .. length."""

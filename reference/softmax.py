@@ -19,9 +19,11 @@ NEG_INF = float("-inf")
 def block_scores(q: Any, k: Any, soft_cap: float | None, hidden: Any, lib: Library) -> Any:
     """Scores of scaled queries: products, soft cap, mask, in this order.
 
-    q: `[num_kv_heads, lines, dim]`. k: `[num_kv_heads, keys, dim]`. hidden: bool `[rows, keys]`.
+    q: `[num_kv_heads, lines, dim]`. k: `[num_kv_heads, keys, dim]`. hidden: bool `[rows, keys]`; None: every row sees
+    every key.
     """
-    return hide(cap(products(q, k), soft_cap, lib), hidden, lib)
+    scores = cap(products(q, k), soft_cap, lib)
+    return scores if hidden is None else hide(scores, hidden, lib)
 
 
 def products(q: Any, k: Any) -> Any:

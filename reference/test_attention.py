@@ -22,6 +22,8 @@ FINITE = [
     "window, not causal",
     "groups of five",
     "wide vo",
+    "long",
+    "long, window",
 ]
 
 
@@ -43,6 +45,12 @@ def test_equals_three_loops(name: str) -> None:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_same_for_every_chunk_size(name: str) -> None:
     agreement.same_for_every_chunk_size(PROBLEMS[name]())
+
+
+@pytest.mark.usefixtures("library_in_use")
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name.startswith("long")])
+def test_same_when_rows_are_cut(name: str) -> None:
+    agreement.same_when_rows_are_cut(PROBLEMS[name]())
 
 
 @pytest.mark.parametrize("name", FINITE)

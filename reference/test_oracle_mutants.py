@@ -16,10 +16,11 @@ from reference import agreement, attention, masks, merge, softmax
 from reference.problems import Problem, make_problem
 
 Check = Callable[[Problem], None]
-three_loops, sdpa, chunk_sizes, splits = (
+three_loops, sdpa, chunk_sizes, rows_cut, splits = (
     agreement.agrees_with_three_loops,
     agreement.agrees_with_sdpa,
     agreement.same_for_every_chunk_size,
+    agreement.same_when_rows_are_cut,
     agreement.split_equals_whole,
 )
 
@@ -126,6 +127,24 @@ def slots_off_by_one(cache: Any, slots: Any, factor: float, compute: Any, lib: A
     return right_gather(cache, np.roll(slots, 1), factor, compute, lib)
 
 
+right_trim = attention.trimmed
+
+
+def trimmed_too_much(piece: Any, first: Any, end: Any) -> Any:
+    lo, hi = right_trim(piece, first, end).keys
+    return piece._replace(keys=(lo, hi - 1))
+
+
+def trimmed_by_its_first_row(piece: Any, first: Any, end: Any) -> Any:
+    return right_trim(piece._replace(rows=(piece.rows[0], piece.rows[0] + 1)), first, end)._replace(
+        rows=piece.rows
+    )
+
+
+def visible_to_its_last_row(piece: Any, first: Any, end: Any) -> bool:
+    return bool(end[piece.rows[1] - 1] >= piece.keys[1])
+
+
 def neutral_is_zero(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.logaddexp(a.nan_to_num(neginf=0.0), b.nan_to_num(neginf=0.0))
 
@@ -186,6 +205,15 @@ MUTANTS = {
     ),
     "slots off by one": Mutant(
         attention, "gathered", slots_off_by_one, (("decode", three_loops), ("causal prefill", sdpa))
+    ),
+    "trimmed too much": Mutant(
+        attention, "trimmed", trimmed_too_much, (("long", three_loops), ("long, window", rows_cut))
+    ),
+    "trimmed by its first row": Mutant(
+        attention, "trimmed", trimmed_by_its_first_row, (("long", three_loops), ("long", rows_cut))
+    ),
+    "visible because its last row sees it": Mutant(
+        attention, "all_visible", visible_to_its_last_row, (("causal prefill", three_loops), ("long", sdpa))
     ),
     "neutral element is (0, 0)": Mutant(merge, "combined_lse", neutral_is_zero, (("one request", splits),)),
     "merge weights in base 2": Mutant(merge, "share", merged_in_base_two, (("one request", splits),)),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cases.model import Mask
-from reference.attention import CHUNK_BYTES, attend
+from reference.attention import attend, chunk_bytes_on
 from reference.library import Library, library_of
 from reference.ragged import Ragged
 from reference.state import AttentionState
@@ -33,7 +33,7 @@ def low_precision(
     custom: Sequence[torch.Tensor] | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> AttentionState:
     """`paged_attention` at the precision of `dtype`: the same arguments and meaning.
 
@@ -58,7 +58,7 @@ def low_precision(
         batch,
         scales=(scale, k_scale, v_scale),
         compute=torch.float32,
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=chunk_bytes or chunk_bytes_on(q.device),
         round_weights=None if dtype == torch.float32 else round_weights,
     )
     return state._replace(out=state.out.to(dtype))
