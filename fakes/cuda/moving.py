@@ -11,6 +11,7 @@ import torch
 from fakes.cuda.devices import ordinal
 from fakes.cuda.interface import NotSimulated
 from fakes.cuda.places import DEVICE, PINNED, TAG, is_device, place_of, put, same_storage, tensors_in
+from fakes.cuda.streams import Streams
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -29,6 +30,16 @@ def _native(device: Any) -> tuple[Any, bool]:
         return device, False
     ordinal(device)
     return CPU, True
+
+
+def _crosses(host_side: Tensor | None, to_device: bool, non_blocking: bool = False) -> None:
+    """Something is copied between host and device. `host_side`: what is known to be there, a source or destination.
+
+    A copy that the host does not wait for is not followed any further here.
+    """
+    pinned = host_side is not None and place_of(host_side) is PINNED
+    if not (non_blocking and pinned):
+        Streams.latest.staged_copy("h2d" if to_device else "d2h", non_blocking, pinned)
 
 
 def _land(out: Any, on_device: bool, operands: Iterable[Tensor]) -> Any:
@@ -93,6 +104,8 @@ def from_data(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     out = func(*args, **kwargs)
     if out.is_meta:
         return out
+    if on_device != source:
+        _crosses(None, on_device)
     if on_device != source and func.__name__ != "tensor":  # may share the memory of a tensor or an array
         out = out.clone()
     if pinned:
@@ -116,24 +129,38 @@ def to(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
             args = (tensor, native, *args[2:])
         else:
             kwargs = kwargs | {"device": native}
+    if on_device != is_device(tensor):
+        non_blocking = kwargs.get("non_blocking") or any(arg is True for arg in args[2:4])
+        if on_device or not non_blocking:  # the host's copy of a non-blocking one is made in pinned memory
+            _crosses(tensor if on_device else None, on_device, bool(non_blocking))
     return _land(func(*args, **kwargs), on_device, (tensor,))
 
 
 def cuda(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
     tensor = args[0]
     ordinal(args[1] if len(args) > 1 else kwargs.get("device"))
-    return _move(tensor, True, kwargs)
+    return _move(tensor, True, kwargs, bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
 
 
 def cpu(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
     return _move(args[0], False, kwargs)
 
 
-def _move(tensor: Tensor, on_device: bool, kwargs: Kwargs) -> Tensor:
+def _move(tensor: Tensor, on_device: bool, kwargs: Kwargs, non_blocking: bool = False) -> Tensor:
     if is_device(tensor) == on_device:
         return tensor
+    _crosses(tensor if on_device else None, on_device, non_blocking)
     out = tensor.clone(memory_format=kwargs.get("memory_format", torch.preserve_format))
     return put(out) if on_device else out
+
+
+def copy_(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
+    """`copy_(source)`: between any two devices."""
+    to_device, source = is_device(args[0]), args[1] if len(args) > 1 else kwargs.get("src")
+    if isinstance(source, Tensor) and is_device(source) != to_device:
+        non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        _crosses(source if to_device else args[0], to_device, non_blocking)
+    return func(*args, **kwargs)
 
 
 def type_(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:

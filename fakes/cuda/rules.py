@@ -25,6 +25,7 @@ from fakes.cuda.devices import CUDA
 from fakes.cuda.interface import NotSimulated
 from fakes.cuda.mixing import name_of, refuse_mixing
 from fakes.cuda.places import DEVICE, TAG, is_device, place_of, put, put_all, put_new, tensors_in
+from fakes.cuda.streams import Streams
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -55,6 +56,21 @@ def follow(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         explain(func, error)
     put_all(out)
     return out
+
+
+def reads(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """A number leaves the device: the host waits for it."""
+    if is_device(args[0]):
+        Streams.latest.drain(func.__name__)
+    return func(*args, **kwargs)
+
+
+def counts(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """The result's size, or the result, depends on device values: the host waits for them."""
+    operands = tensors_in(args) + tensors_in(kwargs.values())
+    if any(map(is_device, operands)) and kwargs.get("output_size") is None:
+        Streams.latest.drain(func.__name__)
+    return follow(func, args, kwargs)
 
 
 def custom(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -109,6 +125,8 @@ def _get_device(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> int:
 
 def _text(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> str:
     """`repr` and the like, with the device named as torch does."""
+    if is_device(args[0]):
+        Streams.latest.drain("printing a tensor")
     text = func(*args, **kwargs)
     if is_device(args[0]) and text.endswith(")"):
         return f"{text[:-1]}, device='cuda:0')"
@@ -186,6 +204,7 @@ _RULES_BY_NAME: dict[str, Rule] = {
     "type_as": moving.to,
     "cuda": moving.cuda,
     "cpu": moving.cpu,
+    "copy_": moving.copy_,
     "type": moving.type_,
     "pin_memory": moving.pin_memory,
     "is_pinned": moving.is_pinned,
@@ -252,10 +271,10 @@ _RULES_BY_NAME |= dict.fromkeys(
             "is_set_to",
             "is_shared",
         ),
-        *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__hash__", "__reduce_ex__"),
+        *("__hash__", "__reduce_ex__"),
         *("untyped_storage", "storage", "_typed_storage", "is_same_size", "result_type", "broadcast_tensors"),
         *("_has_compatible_shallow_copy_type", "_parse_to", "is_grad_enabled", "_set_grad_enabled"),
-        *("requires_grad_", "retain_grad", "register_hook", "backward", "copy_"),
+        *("requires_grad_", "retain_grad", "register_hook", "backward"),
         *(
             "view",
             "detach",
@@ -284,6 +303,25 @@ _RULES_BY_NAME |= dict.fromkeys(
     untouched,
 )
 
+_RULES_BY_NAME |= dict.fromkeys(
+    ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__", "is_nonzero"), reads
+)
+_RULES_BY_NAME |= dict.fromkeys(
+    (
+        *(
+            "nonzero",
+            "argwhere",
+            "masked_select",
+            "unique",
+            "unique_consecutive",
+            "_unique2",
+            "repeat_interleave",
+        ),
+        *("equal", "allclose", "__contains__", "bincount"),
+    ),
+    counts,
+)
+
 RULES: dict[Any, Rule] = {}
 """Function to rule, filled as functions come by."""
 
@@ -308,7 +346,7 @@ def classify(func: Callable[..., Any]) -> Rule:
         namespace, _, operator = str(func).partition(".")
         if namespace != "aten":
             return custom
-        return untouched if operator.partition(".")[0] == "copy_" else follow
+        return moving.copy_ if operator.partition(".")[0] == "copy_" else follow
     else:
         rule = _RULES_BY_NAME.get(name, follow) if _is_torchs(func) else follow
     if _is_torchs(func):

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 from fakes.cuda import watch
 from fakes.cuda.clocks import Clock, Timeline, Work, merge
@@ -78,6 +78,19 @@ class Streams:
         self._refuse(what)
         watch.host_waits(what)
         self.timeline.wait(self.now.clock)
+
+    def staged_copy(self, kind: Literal["h2d", "d2h"], non_blocking: bool, pinned: bool) -> None:
+        """A copy between host and device that is done when its call returns, whatever `non_blocking` says.
+
+        `pinned`: whether the host side is, and goes through another buffer all the same, not being contiguous.
+        """
+        unfit = "pinned memory that is not contiguous" if pinned else "pageable memory"
+        if kind == "d2h":
+            self.drain(f"a non-blocking copy to {unfit}" if non_blocking else "a copy to the host")
+        elif non_blocking:
+            self.drain(f"a non-blocking copy from {unfit}")
+        else:  # nothing comes back that the program could be waiting for
+            self.timeline.wait(self.now.clock)
 
     def wait(self, clock: Clock, what: str) -> None:
         self._refuse(what)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from fakes.cuda import watch
 from fakes.cuda.clocks import Work
 from fakes.cuda.streams import Event, Stream, Streams
+from fakes.cuda.watched import watched
 
 
 @pytest.fixture
@@ -195,27 +195,10 @@ def test_an_event_of_an_earlier_simulation_covers_nothing_of_a_later_one(streams
 
 
 def test_what_makes_the_host_wait_is_told_with_its_line(streams: Streams) -> None:
-    class Told:
-        wants_hazards = False
-        wants_waits = True
-
-        def __init__(self) -> None:
-            self.waits: list[watch.HostWait] = []
-
-        def hazard(self, hazard: watch.Hazard) -> None:
-            raise AssertionError(hazard)
-
-        def host_waits(self, wait: watch.HostWait) -> None:
-            self.waits.append(wait)
-
-    told = Told()
-    watch.watchers.append(told)
-    try:
+    with watched() as told:
         streams.drain("item")
         streams.now.synchronize()
         streams.now.record_event().synchronize()  # an event is what one is to wait for
-    finally:
-        watch.watchers.remove(told)
     assert [wait.what for wait in told.waits] == ["item", "Stream.synchronize()"]
     assert all("test_streams.py:" in wait.where and "with_its_line" in wait.where for wait in told.waits)
 
