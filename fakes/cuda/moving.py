@@ -156,10 +156,11 @@ def _move(tensor: Tensor, on_device: bool, kwargs: Kwargs, non_blocking: bool = 
 
 def copy_(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Tensor:
     """`copy_(source)`: between any two devices."""
-    to_device, source = is_device(args[0]), args[1] if len(args) > 1 else kwargs.get("src")
+    target: Tensor = args[0]
+    to_device, source = is_device(target), args[1] if len(args) > 1 else kwargs.get("src")
     if isinstance(source, Tensor) and is_device(source) != to_device:
         non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-        _crosses(source if to_device else args[0], to_device, non_blocking)
+        _crosses(source if to_device else target, to_device, non_blocking)
     return func(*args, **kwargs)
 
 
