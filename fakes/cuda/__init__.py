@@ -39,6 +39,7 @@ from fakes.cuda.interface import (
     remove,
     resumed,
 )
+from fakes.cuda.streams import Streams
 
 __all__ = [
     "DeviceUnavailable",
@@ -52,7 +53,13 @@ __all__ = [
     "paused",
     "resumed",
     "simulated_cuda",
+    "streams",
 ]
+
+
+def streams() -> Streams | None:
+    """The streams of the installed simulation, which say what the host has waited for."""
+    return None if current() is None else Streams.latest
 
 
 @contextmanager
