@@ -73,7 +73,7 @@ class Capabilities:
     """Reads slots that the request does not own and discards them: they are then poisoned with large finite values."""
     cuda_graph: bool = False
     """Its decode batches can be captured in CUDA graphs: it has the three further methods of `GraphBackend`."""
-    host_reads: int | None | Literal["auto"] = "auto"
+    host_reads: int | Literal["auto"] | None = "auto"
     """How often one call of `forward` may make the host wait for the device (`item`, `cpu`, `nonzero`, a copy from
     memory that is not pinned; waiting for an event does not count). None: not judged. "auto": never, where
     `cuda_graph` is declared, else not judged."""

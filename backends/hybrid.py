@@ -75,7 +75,12 @@ def meet(prefill: Capabilities, decode: Capabilities) -> Capabilities:
         bit_equal=both("bit_equal"),
         reads_unowned_slots=prefill.reads_unowned_slots or decode.reads_unowned_slots,
         cuda_graph=decode.cuda_graph,
+        host_reads=_larger(prefill.host_read_budget, decode.host_read_budget),
     )
+
+
+def _larger(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else max(a, b)
 
 
 def _common(a: frozenset[T] | None, b: frozenset[T] | None) -> frozenset[T] | None:

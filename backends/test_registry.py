@@ -89,6 +89,7 @@ def test_meet_keeps_what_both_parts_declare() -> None:
         bit_equal=True,
         reads_unowned_slots=True,
         cuda_graph=True,
+        host_reads=2,
     )
     default = Capabilities()
     kernel_only = {"level", "merges", "phases"}
@@ -100,6 +101,7 @@ def test_meet_keeps_what_both_parts_declare() -> None:
     assert (mixed.page_sizes, mixed.window, mixed.strided, mixed.lse) == (frozenset({16}), False, False, None)
     assert mixed.reads_unowned_slots
     assert not mixed.cuda_graph
+    assert mixed.host_reads is None, "one part is not judged"
     assert meet(default, every).cuda_graph, "only decode batches are captured"
 
 
