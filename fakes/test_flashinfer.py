@@ -13,6 +13,7 @@ from fakes import cuda, flashinfer, modes, recorder, releases
 from fakes.contract.check import Requests, requests
 from fakes.contract.paged_fi import LN2, arrays, caches, ints, make, plan, workspace
 from fakes.contract.rule import Lab
+from fakes.flashinfer import paged_run
 
 LAB = Lab(flashinfer)
 
@@ -203,6 +204,30 @@ def test_a_graph_wrapper_computes_what_its_plan_cut() -> None:
     attended = record.calls[-1].attended
     assert attended is not None
     assert len(attended.spans[0].slots) == 128
+
+
+def test_a_captured_run_follows_the_latest_plan_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    kernel = paged_run.paged_kernel
+    monkeypatch.setattr(paged_run, "paged_kernel", lambda *args: (launched.append(args), kernel(*args)))
+    buffers = [torch.zeros(n, dtype=torch.int32) for n in (3, 64, 2, 4, 64, 3)]
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(LAB), *buffers[:3])  # pyright: ignore[reportArgumentType]
+    r = requests([300, 20], dim=64)
+    with recorder.recording("strict") as record:
+        plan(LAB, wrapper, "cuda_core", requests([1, 1], dim=64))
+        out = wrapper.run(r.q, caches(LAB, r))
+        plan(LAB, wrapper, "cuda_core", r)
+        kernel(*launched[0])  # what a replayed graph does
+    assert (out.double() - r.expected()[0]).abs().max() < 0.01
+    ran = [c for c in record.calls if c.op == "attend"]
+    assert [record.calls[c.plan].op for c in ran if c.plan is not None] == ["plan"]
+    assert ran[0].plan == max(c.index for c in record.calls if c.op == "plan")
+    assert not record.findings
+    other = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(LAB), *buffers[3:])  # pyright: ignore[reportArgumentType]
+    other._int_workspace_buffer = wrapper._int_workspace_buffer
+    plan(LAB, other, "cuda_core", requests([1, 1, 1], dim=64))
+    kernel(*launched[0])
+    assert out.isnan().all(), "another batch size's plan lies in the workspace"
 
 
 def test_a_ragged_mask_sticks() -> None:

@@ -18,7 +18,7 @@ from fakes.flashinfer.wrapper import (
     Wrapper,
     check_buffer,
     check_on_device,
-    plan_survives,
+    plan_in,
     poisoned,
     refuse_uncomputed,
     report_overwritten,
@@ -275,12 +275,16 @@ def _kernel(
     lse: torch.Tensor | None,
 ) -> None:
     out = cuda.host(out)
-    if not plan_survives(plan.token, int_workspace):
+    found = plan_in(int_workspace, plan)
+    if found is None:
         report_overwritten()
         out.fill_(float("nan"))
         if lse is not None:
             cuda.host(lse).fill_(float("nan"))
         return
+    plan = found
+    if call is not None:
+        call.plan = plan.call
     q_nope, q_pe, ckv, kpe = (cuda.host(t) for t in (q_nope, q_pe, ckv_cache, kpe_cache))
     read = _spans(plan, words(kv_indices), ckv.shape[0])
     rows = q_nope.shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from fakes.flashinfer.arrays import words
 from fakes.flashinfer.kernels import Launch, chunk_limits, execute
 from fakes.flashinfer.masks import unpacked
 from fakes.flashinfer.plans import Plan
-from fakes.flashinfer.wrapper import Wrapper, cache_record, plan_survives, report_overwritten
+from fakes.flashinfer.wrapper import Wrapper, cache_record, plan_in, report_overwritten
 from fakes.recorder import Call
 
 
@@ -131,15 +132,19 @@ def paged_kernel(
     mask_indptr: torch.Tensor | None = None,
 ) -> None:
     """Read the arrays where they lie now, attend, write `out` and `lse`."""
-    plan = launch.plan
+    plan = plan_in(int_workspace, launch.plan)
     out = cuda.host(out)
     lse = None if lse is None else cuda.host(lse)
-    if not plan_survives(plan.token, int_workspace):
+    if plan is None:
         report_overwritten()
         out.fill_(float("nan"))
         if lse is not None:
             lse.fill_(float("nan"))
         return
+    if plan is not launch.plan:
+        launch = replace(launch, plan=plan)
+    if launch.call is not None:
+        launch.call.plan = plan.call  # of a replayed run: the plan that it executes now
     k, v = cuda.host(k), cuda.host(v)
     _check_pool(launch, kv_indptr, indices, k.shape[0])
     read = spans.paged(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,7 +29,10 @@ GROUPS = {
 """Group sizes that the CUDA-core decode kernel is built for."""
 
 
-@dataclass(slots=True)
+_made: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+
+
+@dataclass(slots=True, weakref_slot=True)
 class Plan:
     """What a plan leaves on the host: never read again from the arrays that it was made of.
 
@@ -68,6 +72,34 @@ class Plan:
     warned: Any = None
     """Mark of the batch that findings about this plan's use were recorded for."""
     _schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        _made[self.token] = self
+
+    def held_as(self, token: int) -> Plan | None:
+        """The plan that a kernel launched with this one follows when it finds `token` in the int workspace.
+
+        A kernel of graph mode follows any later plan whose arrays lie where its own do; else None.
+        """
+        if token == self.token:
+            return self
+        later = _made.get(token) if self.graph else None
+        if later is None or later._arrays != self._arrays:
+            return None
+        return later
+
+    @property
+    def _arrays(self) -> tuple[Any, ...]:
+        """What decides where a plan of graph mode has its arrays in the int workspace."""
+        return (
+            self.kernel,
+            self.graph,
+            self.batch_size,
+            self.num_qo_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.total_rows,
+        )
 
     @property
     def batch_size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from fakes.flashinfer.wrapper import (
     check_positions,
     dtype_of,
     later_lse,
-    plan_survives,
+    plan_in,
     poisoned,
     refuse_uncomputed,
     report_overwritten,
@@ -441,15 +442,19 @@ def _ragged_kernel(
     mask: torch.Tensor | None,
     mask_indptr: torch.Tensor | None,
 ) -> None:
-    plan = launch.plan
+    plan = plan_in(int_workspace, launch.plan)
     out = cuda.host(out)
     lse = None if lse is None else cuda.host(lse)
-    if not plan_survives(plan.token, int_workspace):
+    if plan is None:
         report_overwritten()
         out.fill_(float("nan"))
         if lse is not None:
             lse.fill_(float("nan"))
         return
+    if plan is not launch.plan:
+        launch = replace(launch, plan=plan)
+    if launch.call is not None:
+        launch.call.plan = plan.call
     k, v = cuda.host(k), cuda.host(v)
     if not tokens_first:
         k, v = k.transpose(0, 1), v.transpose(0, 1)

@@ -180,9 +180,10 @@ class Wrapper:
             )
 
 
-def plan_survives(launch_token: int, int_workspace: torch.Tensor) -> bool:
-    """Whether the int workspace still holds this plan when the kernel runs."""
-    return bool(_token(int_workspace)[0] == launch_token)
+def plan_in(int_workspace: torch.Tensor, launched: Plan) -> Plan | None:
+    """The plan that a kernel finds when it runs: the one it was launched with, or a later one that a captured kernel
+    follows; None if another wrapper's lies there."""
+    return launched.held_as(int(_token(int_workspace)[0]))
 
 
 def report_overwritten() -> None:
