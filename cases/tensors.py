@@ -145,8 +145,8 @@ class CaseTensors:
         return torch.full(shape, fill, dtype=getattr(torch, case.cache_dtype))
 
     def write(self, pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Put rows `[layers, n, num_kv_heads, dim]` at `slots` of every layer of a pool."""
-        bits = _bits(pool)
+        """Put rows `[layers, n, num_kv_heads, dim]` at `slots` of every layer of a pool, on whatever device it is."""
+        bits, rows, slots = _bits(pool), rows.to(pool.device), slots.to(pool.device)
         if self.case.layout == "NHD":
             bits.flatten(1, 2).index_copy_(1, slots, _bits(rows))
             return

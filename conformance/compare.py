@@ -36,9 +36,9 @@ def tensor_fault(
         return f"{name} has shape {list(got.shape)}, must have {list(shape)}"
     if got.dtype != dtype:
         return f"{name} is {_name(got.dtype)}, must be {_name(dtype)}"
-    place, wanted = machine.place_of(got), "cuda:0" if machine.simulated else "cpu"
-    if place != wanted:
-        return f"{name} is on {place}, must be on {wanted}"
+    place = machine.place_of(got)
+    if place != machine.place:
+        return f"{name} is on {place}, must be on {machine.place}"
     return None
 
 

@@ -6,6 +6,7 @@ where they belong, poison everywhere else, so that each step is judged by itself
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -61,7 +62,7 @@ class EngineRun:
         self.tensors = question.tensors
         self.backend: Backend | None = None
         self._executions = 0
-        self.pool = Pool(self.tensors, self.recorder, adopt=machine.simulated)
+        self.pool = Pool(self.tensors, self.recorder, machine)
         self.table = machine.adopt(self.tensors.page_table(0).clone())
         context = engine_context(self.tensors, self.pool, self.table, machine.device)
         self._built = Execution(nan=True, recorder=self.recorder, first_batch=0)
@@ -92,7 +93,7 @@ class EngineRun:
         run = StepRun()
         execution.steps.append(run)
         self.pool.fill(index, nan=execution.nan)
-        self.table.copy_(self.tensors.page_table(index))
+        self.machine.alias(self.table).copy_(self.tensors.page_table(index))
         batch = self._batch(tensors)
         given = self._layers(tensors)
         mark = Mark(execution.first_batch + index, -1)
@@ -104,12 +105,13 @@ class EngineRun:
                 with execution.catching(index, layer):
                     answer = self.forward(backend, batch, handed, mark._replace(layer=layer), with_lse)
             if execution.failure:
-                return
+                break
             self._receive(execution, handed, answer)
             run.layers.append(handed)
-        if execution.is_first:
+        bring_back(execution, self.machine, index)
+        if execution.is_first and execution.failure is None:
             run.changed = self._changed(index, batch, given)
-            run.pool = (self.pool.k.clone(), self.pool.v.clone())
+            run.pool = fetched_pool(self.pool, self.machine)
 
     def build(self, context: EngineContext) -> Any:
         """Make the backend object."""
@@ -156,27 +158,26 @@ class EngineRun:
     def _layers(self, tensors: StepTensors) -> list[LayerRun]:
         """q, k, v of every layer, as fresh tensors (fused and sliced where the case says so)."""
         q, k, v = _new_tokens(self.question.case, tensors)
+        adopt = self.machine.adopt
         if self.question.case.strided:
-            q, k, v = fused(q, k, v)
+            q, k, v = fused(adopt, q, k, v)
         else:
-            q, k, v = q.clone(), k.clone(), v.clone()
-        for tensor in (q, k, v):
-            self.machine.adopt(tensor)
+            q, k, v = adopt(q.clone()), adopt(k.clone()), adopt(v.clone())
         return [LayerRun(*layer) for layer in zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True)]
 
     def _changed(self, index: int, batch: Batch, given: list[LayerRun]) -> list[str]:
-        tensors = self.tensors.steps[index]
+        tensors, fetch = self.tensors.steps[index], self.machine.fetch
         q, k, v = _new_tokens(self.question.case, tensors)
         changed: list[str] = []
         for layer, handed in enumerate(given):
             for name, now, then in (("q", handed.q, q), ("k", handed.k, k), ("v", handed.v, v)):
-                if not torch.equal(now, then[layer]):
+                if not torch.equal(fetch(now), then[layer]):
                     changed.append(f"{name} of layer {layer}")
-        if not torch.equal(self.table, self.tensors.page_table(index)):
+        if not torch.equal(fetch(self.table), self.tensors.page_table(index)):
             changed.append("page_table")
-        if not torch.equal(batch.out_loc, tensors.out_loc):
+        if not torch.equal(fetch(batch.out_loc), tensors.out_loc):
             changed.append("out_loc")
-        if not np.array_equal(batch.positions.numpy(), tensors.rows.position):
+        if not np.array_equal(fetch(batch.positions).numpy(), tensors.rows.position):
             changed.append("positions")
         lengths = [(r.cached_len, r.device_len) for r in batch.reqs]
         if lengths != [(r.stored_len, r.kv_len) for r in tensors.step.requests]:
@@ -193,9 +194,9 @@ def _new_tokens(case: Case, tensors: StepTensors) -> tuple[torch.Tensor, torch.T
     return tensors.q, k, v
 
 
-def fused(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The parts as slices of one tensor, the way a fused projection leaves them."""
-    fused = torch.cat([p.flatten(2) for p in parts], dim=2)
+def fused(adopt: Callable[[torch.Tensor], torch.Tensor], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The parts, adopted, as slices of one tensor, the way a fused projection leaves them."""
+    fused = adopt(torch.cat([p.flatten(2) for p in parts], dim=2))
     pieces: list[torch.Tensor] = list(fused.split_with_sizes([p.shape[2] * p.shape[3] for p in parts], dim=2))
     return tuple(piece.view(*piece.shape[:2], *p.shape[2:]) for piece, p in zip(pieces, parts, strict=True))
 
@@ -209,6 +210,31 @@ def receive(execution: Execution, handed: LayerRun) -> None:
     if _has_values(handed.lse):
         handed.exact_lse = recorder.exact_of(handed.lse) if recorder else None
         handed.lse_values = cuda.host(handed.lse).detach().clone()
+
+
+def bring_back(execution: Execution, machine: Machine, step: int) -> None:
+    """Fetch what a step returned from a GPU. A fault that shows only now is the backend's, in the last layer run.
+
+    The layers of a step run without waiting for each other, as they do in an engine.
+    """
+    if not machine.real:
+        return
+    run, earlier = execution.steps[-1], execution.failure
+    with execution.catching(step, len(run.layers) - 1):
+        machine.settle()
+        for handed in run.layers:
+            handed.values = None if handed.values is None else machine.fetch(handed.values)
+            handed.lse_values = None if handed.lse_values is None else machine.fetch(handed.lse_values)
+    if execution.failure is not earlier:  # the context is lost, and the results with it
+        run.layers.clear()
+        execution.failure = earlier or execution.failure
+
+
+def fetched_pool(pool: Pool, machine: Machine) -> tuple[torch.Tensor, torch.Tensor]:
+    """What K and V hold now, as host tensors of their own."""
+    if machine.real:
+        return machine.fetch(pool.k), machine.fetch(pool.v)
+    return pool.k.clone(), pool.v.clone()
 
 
 def _has_values(answer: object) -> TypeGuard[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from backends.contract import Attention, KernelCall
 from cases.tensors import StepTensors
-from conformance.engine import EngineRun, fused, receive
+from conformance.engine import EngineRun, bring_back, fetched_pool, fused, receive
 from conformance.execution import Execution, LayerRun, Mark, StepRun
 from conformance.question import Answer
 from fakes.recorder import resumed
@@ -36,7 +36,7 @@ class KernelRun(EngineRun):
             with execution.catching(index, layer):
                 answer = self.attend(backend, call, Mark(execution.first_batch + index, layer))
             if execution.failure:
-                return
+                break
             handed = LayerRun(call.q, call.k, call.v)
             if isinstance(answer, Attention):
                 handed.out, handed.lse = answer.out, answer.lse
@@ -44,13 +44,14 @@ class KernelRun(EngineRun):
                 handed.out = answer
             receive(execution, handed)
             run.layers.append(handed)
-        if not execution.is_first:
+        bring_back(execution, self.machine, index)
+        if not execution.is_first or execution.failure:
             return
         for layer, (call, then) in enumerate(zip(calls, kept, strict=True)):
             for name, now, before in zip(("q", "k", "v"), (call.q, call.k, call.v), then, strict=True):
                 if not torch.equal(_bits(now), _bits(before)):
                     run.changed.append(f"{name} of layer {layer}")
-        run.pool = (self.pool.k.clone(), self.pool.v.clone())
+        run.pool = fetched_pool(self.pool, self.machine)
 
     def attend(self, backend: Any, call: KernelCall, mark: Mark) -> object:
         """Have the adapter make one call; whatever it returns."""
@@ -66,17 +67,17 @@ class KernelRun(EngineRun):
             tensors.v_all[layer : layer + 1],
         )
         if case.strided:
-            q = fused(q, q)[0]
-            k, v = fused(k, v) if not case.stored_as_fp8 else (k.clone(), v.clone())
+            q = fused(adopt, q, q)[0]
+            k, v = fused(adopt, k, v) if not case.stored_as_fp8 else (adopt(k.clone()), adopt(v.clone()))
         else:
-            q, k, v = q.clone(), k.clone(), v.clone()
+            q, k, v = adopt(q.clone()), adopt(k.clone()), adopt(v.clone())
         states = self._states(execution, tensors, index, layer) if self.spec.capabilities.merges else []
         return KernelCall(
-            q=adopt(q)[0],
+            q=q[0],
             k_cache=self.pool.k_cache(layer),
             v_cache=self.pool.v_cache(layer),
-            k=adopt(k)[0],
-            v=adopt(v)[0],
+            k=k[0],
+            v=v[0],
             states=[(adopt(out), adopt(lse)) for out, lse in states],
             qo_lens=list(step.qo_lens),
             kv_lens=list(step.kv_lens),

@@ -6,6 +6,7 @@ import torch
 
 from cases.tensors import CaseTensors
 from conformance.execution import Mark
+from conformance.machine import Machine
 from fakes import cuda
 from fakes.recorder import Recorder
 
@@ -28,12 +29,13 @@ def _quantised(rows: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Te
 
 
 class Pool:
-    """Backs `backends.contract.KVPool`. Host tensors inside; what it hands out stands on the backend's device.
+    """Backs `backends.contract.KVPool`. What it hands out stands on the backend's device.
 
-    k, v: `[layers, num_pages, page_size, num_kv_heads, dim]` (HND: heads before slots) in the KV dtype.
+    k, v: the harness's side, in the KV dtype: `[layers, num_pages, page_size, num_kv_heads, dim]` (HND: heads before
+    slots).
     """
 
-    def __init__(self, tensors: CaseTensors, recorder: Recorder, *, adopt: bool) -> None:
+    def __init__(self, tensors: CaseTensors, recorder: Recorder, machine: Machine) -> None:
         case = tensors.case
         self._recorder = recorder
         self.stores: dict[Mark, int] = {}
@@ -41,13 +43,11 @@ class Pool:
         self._tensors = tensors
         self.layout = case.layout
         self.scales = (case.k_scale, case.v_scale)
-        self.k = tensors.empty_pool(case.heads.head_dim_qk, 0.0)
-        self.v = tensors.empty_pool(case.heads.head_dim_vo, 0.0)
-        if adopt:
-            cuda.adopt(self.k)
-            cuda.adopt(self.v)
-        self._k_layers = list(self.k.unbind(0))
-        self._v_layers = list(self.v.unbind(0))
+        k = machine.adopt(tensors.empty_pool(case.heads.head_dim_qk, 0.0))
+        v = machine.adopt(tensors.empty_pool(case.heads.head_dim_vo, 0.0))
+        self.k, self.v = machine.alias(k), machine.alias(v)
+        self._k_layers = list(k.unbind(0))
+        self._v_layers = list(v.unbind(0))
 
     def fill(self, step: int, *, nan: bool) -> None:
         """Before a step: the stored tokens where they belong, poison in every other slot.
