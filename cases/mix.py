@@ -74,10 +74,31 @@ class LevelMix:
     num_layers: _Count
 
 
+Action = Literal["decode", "admit", "join", "chunk", "finish", "hit", "verify", "resume"]
+"""What happens next in a session (`cases.schedule.Schedule`). "join": a request is admitted, the others decode."""
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class SessionMix:
+    """Limits and weights of sessions; what is not named here is drawn as for engine cases.
+
+    `token_limit`: most tokens that the live requests, `max_live` at most, have in all. `max_actions`: of one session.
+    """
+
+    max_live: Annotated[int, Field(ge=1, le=64)]
+    max_actions: Annotated[int, Field(ge=1, le=64)]
+    token_limit: Annotated[int, Field(ge=8, le=65536)]
+    actions: _Table[Action]
+    page_size: _Table[_Count]
+    heads: _Table[tuple[_Count, _Count]]
+    head_dims: _Table[tuple[_Count, _Count]]
+
+
 @dataclass(frozen=True, config=_CONFIG)
 class Mix:
     engine: LevelMix
     kernel: LevelMix
+    session: SessionMix
 
     def __post_init__(self) -> None:
         for name, known in (("batch", ("decode", "prefill")), ("later", ((), ("again",)))):
@@ -107,7 +128,7 @@ def default_mix() -> Mix:
 
 
 def _known_keys(loc: Sequence[str | int]) -> list[str]:
-    kind: Any = LevelMix if loc else Mix
+    kind: Any = Mix if not loc else SessionMix if loc[0] == "session" else LevelMix
     return [f.name for f in fields(kind)]
 
 

@@ -1,10 +1,14 @@
 """Who owns which page and which page-table row while a session runs: a plain model of an engine's allocator.
 
 A page has as many holders as requests that keep it, the lender of a prefix and its borrowers; it is free when the last
-of them has left. What was given back last is handed out first, so a session reuses pages and rows as soon as it can.
+of them has left.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -16,22 +20,33 @@ Origin = tuple[int, int]
 
 
 class Ownership:
-    """Pages and rows by number, each number the lowest that was free; `place_session` says where they lie.
+    """Pages and rows of the live requests.
 
-    `pages[uid]`, `row[uid]`, `kv_len[uid]` of every live request. `origins[uid]` says whose the first tokens of a
-    borrower are. `num_pages` and `num_rows`: most that were ever owned at a time.
+    `pages[uid]`, `row[uid]`, `kv_len[uid]` of each. `origins[uid]` says whose the first tokens of a borrower are.
+    `num_pages` and `num_rows` count what there is; both grow where nothing is free.
+
+    Args:
+        free_pages, free_rows: those that exist from the start, handed out from their ends.
+        oldest_first: the page that has been free for longest comes next, not the one that was given back last.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        free_pages: Sequence[int] = (),
+        free_rows: Sequence[int] = (),
+        *,
+        oldest_first: bool = False,
+    ) -> None:
         self.page_size = page_size
         self.pages: dict[int, list[int]] = {}
         self.row: dict[int, int] = {}
         self.kv_len: dict[int, int] = {}
         self.origins: dict[int, tuple[Origin, ...]] = {}
-        self.free_pages: list[int] = []
-        self.num_pages = self.num_rows = 0
+        self.num_pages, self.num_rows = len(free_pages), len(free_rows)
+        self.free_pages, self._free_rows = deque(free_pages), list(free_rows)
+        self._oldest_first = oldest_first
         self._holders: dict[int, int] = {}
-        self._free_rows: list[int] = []
 
     def finish(self, uid: int) -> list[int]:
         """A request leaves; the pages that nobody holds any more."""
@@ -62,7 +77,7 @@ class Ownership:
         given_back, mine[wanted:] = mine[wanted:], []
         while len(mine) < wanted:
             if self.free_pages:
-                mine.append(self.free_pages.pop())
+                mine.append(self.free_pages.popleft() if self._oldest_first else self.free_pages.pop())
             else:
                 mine.append(self.num_pages)
                 self.num_pages += 1
@@ -84,7 +99,7 @@ class Ownership:
 
     def _drop(self, pages: list[int]) -> list[int]:
         freed: list[int] = []
-        for page in reversed(pages):
+        for page in pages:
             self._holders[page] -= 1
             if not self._holders[page]:
                 freed.append(page)
@@ -93,59 +108,54 @@ class Ownership:
 
 
 def place_session(case: Case) -> Plan:
-    """Place every request of every step of a session. Pure: the same case gives the same places."""
-    own = Ownership(case.page_size)
-    drafts = [_Draft(own, step) for step in case.steps]
-    num_pages, num_rows = own.num_pages + case.spare_pages, own.num_rows + 1
-    page_at = np.array(free_order(case, num_pages)[::-1], dtype=np.int64)
-    row_at = free_order(case, num_rows)[::-1]
-    return Plan(tuple(draft.placed(case.page_size, page_at, row_at) for draft in drafts), num_pages, num_rows)
+    """Place every request of every step of a session. Pure: the same case gives the same places.
+
+    Rows are reused at once, pages too; only with placement "scattered" those free for longest come first.
+    """
+    counted = Ownership(case.page_size)
+    for step in case.steps:
+        _turn(counted, step)
+    num_pages, num_rows = counted.num_pages + case.spare_pages, counted.num_rows + 1
+    pages, rows = free_order(case, num_pages), free_order(case, num_rows)
+    own = Ownership(case.page_size, pages, rows, oldest_first=case.placement == "scattered")
+    return Plan(tuple(_placed(own, step) for step in case.steps), num_pages, num_rows)
 
 
-class _Draft:
-    """One step, by the numbers that `Ownership` gives."""
+def _turn(own: Ownership, step: Step) -> tuple[list[int], list[int], list[int]]:
+    """Requests leave, come and grow: pages that became free, slots stepped back from, tokens from elsewhere."""
+    freed: list[int] = []
+    back: list[int] = []
+    given: list[int] = []
+    for uid in step.finished:
+        freed += own.finish(uid)
+    starts = dict(zip((r.uid for r in step.requests), accumulate(step.kv_lens, initial=0), strict=False))
+    lenders_first = sorted(step.requests, key=lambda r: r.prefix_of is not None)
+    for r in lenders_first:
+        if r.uid in own.row:
+            back += own.slots(r.uid, r.stored_len, own.kv_len[r.uid])
+        else:
+            own.admit(r)
+            given += range(starts[r.uid] + r.prefix_len, starts[r.uid] + r.stored_len)
+        freed += own.resize(r.uid, r.kv_len)
+    return freed, back, given
 
-    def __init__(self, own: Ownership, step: Step) -> None:
-        self.step = step
-        self.freed: list[int] = []
-        self.rolled_back: list[int] = []
-        self.given: list[int] = []
-        for uid in step.finished:
-            self.freed += own.finish(uid)
-        start = 0
-        starts: dict[int, int] = {}
-        for r in step.requests:
-            starts[r.uid] = start
-            start += r.kv_len
-        lenders_first = sorted(step.requests, key=lambda r: r.prefix_of is not None)
-        for r in lenders_first:
-            if r.uid in own.row:
-                self.rolled_back += own.slots(r.uid, r.stored_len, own.kv_len[r.uid])
-            else:
-                own.admit(r)
-                self.given += range(starts[r.uid] + r.prefix_len, starts[r.uid] + r.stored_len)
-            self.freed += own.resize(r.uid, r.kv_len)
-        self.rows = [own.row[r.uid] for r in step.requests]
-        self.pages = [list(own.pages[r.uid]) for r in step.requests]
-        self.origins = tuple(own.origins.get(r.uid, ()) for r in step.requests)
-        self.held = {page for pages in own.pages.values() for page in pages}
 
-    def placed(self, page_size: int, page_at: np.ndarray, row_at: list[int]) -> Placed:
-        offsets = np.arange(page_size)
-        pages = tuple(page_at[mine] for mine in self.pages)
-        slots = tuple(
-            (mine[:, None] * page_size + offsets).reshape(-1)[: r.kv_len]
-            for r, mine in zip(self.step.requests, pages, strict=True)
-        )
-        freed = (page_at[np.array(self.freed, dtype=np.int64)][:, None] * page_size + offsets).reshape(-1)
-        back = np.array(self.rolled_back, dtype=np.int64)
-        free = [number for number in range(len(page_at)) if number not in self.held]
-        return Placed(
-            rows=tuple(row_at[row] for row in self.rows),
-            pages=pages,
-            slots=slots,
-            free_pages=np.sort(page_at[free]),
-            origins=self.origins,
-            cleared=np.concatenate((freed, page_at[back // page_size] * page_size + back % page_size)),
-            given=np.array(self.given, dtype=np.int64),
-        )
+def _placed(own: Ownership, step: Step) -> Placed:
+    freed, back, given = _turn(own, step)
+    page_size = own.page_size
+    offsets = np.arange(page_size)
+    pages = tuple(np.array(own.pages[r.uid], dtype=np.int64) for r in step.requests)
+    slots = tuple(
+        (mine[:, None] * page_size + offsets).reshape(-1)[: r.kv_len]
+        for r, mine in zip(step.requests, pages, strict=True)
+    )
+    cleared = (np.array(freed, dtype=np.int64)[:, None] * page_size + offsets).reshape(-1)
+    return Placed(
+        rows=tuple(own.row[r.uid] for r in step.requests),
+        pages=pages,
+        slots=slots,
+        free_pages=np.array(sorted(own.free_pages), dtype=np.int64),
+        origins=tuple(own.origins.get(r.uid, ()) for r in step.requests),
+        cleared=np.concatenate((cleared, np.array(back, dtype=np.int64))),
+        given=np.array(given, dtype=np.int64),
+    )
