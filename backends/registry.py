@@ -25,6 +25,7 @@ BUILT_IN = {
     "fi-paged": "backends.fi_paged:FlashInferPagedBackend",
     "fa": "backends.fa:FlashAttentionBackend",
     "kernel:fi-decode": "backends.kernels.fi_decode:FlashInferDecode",
+    "kernel:fi-decode-tc": "backends.kernels.fi_decode:FlashInferTensorCoreDecode",
     "kernel:fi-prefill": "backends.kernels.fi_prefill:FlashInferPrefill",
     "kernel:fi-ragged": "backends.kernels.fi_ragged:FlashInferRagged",
     "kernel:fi-merge": "backends.kernels.fi_merge:FlashInferMerge",

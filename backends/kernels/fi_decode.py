@@ -30,6 +30,11 @@ class FlashInferDecode:
         empty_lse="sentinel",
     )
 
+    @staticmethod
+    def on_tensor_cores(group_size: int) -> bool:
+        """Which of the two decode kernels is asked."""
+        return group_size >= TENSOR_CORE_GROUP
+
     def __init__(self, engine: EngineContext) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -37,7 +42,7 @@ class FlashInferDecode:
         self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
             torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=engine.device),
             engine.layout,
-            use_tensor_cores=engine.num_qo_heads // engine.num_kv_heads >= TENSOR_CORE_GROUP,
+            use_tensor_cores=self.on_tensor_cores(engine.num_qo_heads // engine.num_kv_heads),
             backend="fa2",
         )
 
@@ -60,3 +65,12 @@ class FlashInferDecode:
         )
         out, lse = self.wrapper.run(call.q, (call.k_cache, call.v_cache), return_lse=True, **fp8_scales(call))
         return Attention(out, lse)
+
+
+class FlashInferTensorCoreDecode(FlashInferDecode):
+    """`kernel:fi-decode-tc`: tensor cores (the fa2 prefill kernel) for every GQA group."""
+
+    @staticmethod
+    def on_tensor_cores(group_size: int) -> bool:
+        del group_size
+        return True

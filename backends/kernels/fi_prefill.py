@@ -1,7 +1,8 @@
-"""`kernel:fi-prefill`: FlashInfer's `BatchPrefillWithPagedKVCacheWrapper` on its fa2 kernel."""
+"""`kernel:fi-prefill`, `kernel:fi-prefill-fa3`: FlashInfer's `BatchPrefillWithPagedKVCacheWrapper`, fa2 and fa3."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -28,6 +29,7 @@ class FlashInferPrefill:
         lse="2",
         empty_lse="sentinel",
     )
+    kernel: ClassVar[str] = "fa2"
 
     def __init__(self, engine: EngineContext) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # pyright: ignore[reportAttributeAccessIssue]
@@ -36,7 +38,7 @@ class FlashInferPrefill:
         self.wrapper = BatchPrefillWithPagedKVCacheWrapper(
             torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=engine.device),
             engine.layout,
-            backend="fa2",
+            backend=self.kernel,
         )
 
     def attend(self, call: KernelCall) -> Attention:
@@ -62,3 +64,12 @@ class FlashInferPrefill:
         )
         out, lse = self.wrapper.run(call.q, (call.k_cache, call.v_cache), return_lse=True, **fp8_scales(call))
         return Attention(out, lse)
+
+
+class FlashInferPrefillFA3(FlashInferPrefill):
+    """For Hopper. It takes no custom mask and no fp8 cache beside a 16-bit q."""
+
+    capabilities: ClassVar[Capabilities] = replace(
+        FlashInferPrefill.capabilities, custom_mask=False, kv_dtypes=frozenset()
+    )
+    kernel: ClassVar[str] = "fa3"

@@ -1,7 +1,8 @@
-"""`kernel:fi-ragged`: FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` (fa2): no pages."""
+"""`kernel:fi-ragged`, `kernel:fi-ragged-fa3`: FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper`: no pages."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,7 @@ class FlashInferRagged:
         level="kernel",
         library=frozenset({"flashinfer"}),
         layouts=frozenset({"NHD", "HND"}),  # the paged cache is not looked at
-        head_dims=FI_HEAD_DIMS,
+        head_dims=FI_HEAD_DIMS | {(192, 128)},
         non_causal=True,
         window=True,
         soft_cap=True,
@@ -27,6 +28,7 @@ class FlashInferRagged:
         lse="2",
         empty_lse="sentinel",
     )
+    kernel: ClassVar[str] = "fa2"
 
     def __init__(self, engine: EngineContext) -> None:
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper  # pyright: ignore[reportAttributeAccessIssue]
@@ -34,8 +36,8 @@ class FlashInferRagged:
         self.engine = engine
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=engine.device)
         # A ragged plan without a mask keeps that of the plan before: masked calls get a wrapper of their own.
-        self.masked_wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        self.plain_wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self.masked_wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=self.kernel)
+        self.plain_wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=self.kernel)
 
     def attend(self, call: KernelCall) -> Attention:
         wrapper = self.plain_wrapper if call.custom_mask is None else self.masked_wrapper
@@ -56,3 +58,10 @@ class FlashInferRagged:
         )
         out, lse = wrapper.run(call.q, call.k, call.v, return_lse=True)
         return Attention(out, lse)
+
+
+class FlashInferRaggedFA3(FlashInferRagged):
+    """For Hopper. It takes no custom mask."""
+
+    capabilities: ClassVar[Capabilities] = replace(FlashInferRagged.capabilities, custom_mask=False)
+    kernel: ClassVar[str] = "fa3"
