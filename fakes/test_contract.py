@@ -77,6 +77,4 @@ def test_rules_that_need_more_than_the_light_device_are_listed() -> None:
     assert waiting == {
         "flashinfer.graph-replan-replayed",
         "flashinfer.graph-stale-replayed",
-        "flashinfer.two-plans.cuda_core",
-        "flashinfer.two-plans.fa2",
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fakes import cuda
 from fakes.contract.check import Requests, requests
 from fakes.contract.paged_fi import (
     DECODE,
@@ -170,17 +171,21 @@ def _shared(lab: Lab, kernel: Kernel, interleaved: bool) -> Observation:
     return seen if seen.kind != "right" else other
 
 
-def _two_plans(lab: Lab, kernel: Kernel) -> Observation:
-    """Two plans behind a busy stream: the second rewrites memory that the first still copies from."""
+def _two_plans(lab: Lab, kernel: Kernel, waited: bool) -> Observation:
+    """Two plans behind a busy stream: the second rewrites memory that the first still copies from, unless waited."""
     r = requests(**shapes(kernel, *LENS))
     other = requests(**shapes(kernel, [900, 700, 5], [2, 60, 1]), seed=1)
     wrapper = make(lab, kernel)
-    q, cache, busy = r.q.to(lab.device), caches(lab, r), torch.randn(8192, 8192, device=lab.device)
+    q, cache = r.q.to(lab.device), caches(lab, r)
     torch.cuda.synchronize()
-    for _ in range(20):
-        busy = busy @ busy * 1e-4
+    if cuda.current() is None:  # simulated copies count as running until they are waited for
+        busy = torch.randn(8192, 8192, device=lab.device)
+        for _ in range(20):
+            busy = busy @ busy * 1e-4
     plan(lab, wrapper, kernel, r, host=True)
     out = wrapper.run(q, cache)
+    if waited:
+        torch.cuda.synchronize()
     plan(lab, wrapper, kernel, other, host=True)
     torch.cuda.synchronize()
     return judge(out, r.expected(causal=causal(kernel))[0])
@@ -413,9 +418,18 @@ RULES = (
         rule(
             f"two-plans.{kernel}",
             "Both plans are staged in the same pinned memory.",
-            bind(_two_plans, kernel),
+            bind(_two_plans, kernel, False),
             WRONG,
-            device="gpu",
+            finding="fi.staging-in-flight",
+        )
+        for kernel in ("cuda_core", "fa2")
+    ),
+    *(
+        rule(
+            f"two-plans-waited.{kernel}",
+            "The first plan's copy is done before the second is staged.",
+            bind(_two_plans, kernel, True),
+            RIGHT,
         )
         for kernel in ("cuda_core", "fa2")
     ),

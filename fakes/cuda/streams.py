@@ -80,15 +80,17 @@ class Streams:
         self.timeline.wait(self.now.clock)
 
     def staged_copy(self, kind: Literal["h2d", "d2h"], non_blocking: bool, pinned: bool) -> None:
-        """A copy between host and device that is done when its call returns, whatever `non_blocking` says.
+        """A copy between host and device through a buffer of the driver's. The host side is free when it returns.
 
-        `pinned`: whether the host side is, and goes through another buffer all the same, not being contiguous.
+        `pinned`: the host side is pinned, and goes through that buffer all the same because it is not contiguous. A
+        non-blocking one to the device may wait for the stream or not (it did not where it was measured): it counts as
+        a wait, and nothing may be relied on to be done.
         """
         unfit = "pinned memory that is not contiguous" if pinned else "pageable memory"
         if kind == "d2h":
             self.drain(f"a non-blocking copy to {unfit}" if non_blocking else "a copy to the host")
         elif non_blocking:
-            self.drain(f"a non-blocking copy from {unfit}")
+            watch.host_waits(f"a non-blocking copy from {unfit}")
         else:  # nothing comes back that the program could be waiting for
             self.timeline.wait(self.now.clock)
 

@@ -56,6 +56,9 @@ def upload(tensor: torch.Tensor, non_blocking: bool, device: torch.device) -> to
     if cuda.on_device(tensor):
         return tensor
     if simulation.kind == "light":
+        streams = cuda.streams()
+        if streams is not None and not (non_blocking and tensor.is_pinned()):
+            streams.staged_copy("h2d", non_blocking, False)
         with cuda.paused():
             return cuda.adopt(tensor.clone())
     return tensor.to(device, non_blocking=non_blocking)

@@ -20,6 +20,7 @@ from fakes.flashinfer.plans import (
     read_host,
 )
 from fakes.flashinfer.single import single_decode_with_kv_cache
+from fakes.flashinfer.staging import read_back
 from fakes.flashinfer.wrapper import (
     Until,
     Wrapper,
@@ -172,6 +173,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             },
         )
         self._fill_buffers(indptr, indices, last_page_len, batch_size, non_blocking)
+        read_back(indptr=indptr, last_page_len=last_page_len, seq_lens=seq_lens)
         with cuda.paused():
             record = rules.strict()
             if record is not None:

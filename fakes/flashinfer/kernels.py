@@ -12,6 +12,7 @@ import torch
 
 from fakes import attend as numbers
 from fakes import cuda, releases
+from fakes.flashinfer import staging
 from fakes.flashinfer.plans import Plan
 from fakes.recorder import Attended, Call, Span
 
@@ -63,6 +64,7 @@ def execute(
 ) -> None:
     """Attend the spans and write `out` and `lse` (host aliases), as the planned kernel would."""
     plan = launch.plan
+    staging.ran(plan.staged, out, lse)
     rows = out.shape[0]
     missing = max((span.q_end for span in spans), default=0) - q.shape[0]
     if missing > 0:  # rows past the end of q: their results lie outside of `out`, too

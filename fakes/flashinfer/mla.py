@@ -10,7 +10,7 @@ import torch
 
 from fakes import attend as numbers
 from fakes import cuda, recorder, releases
-from fakes.flashinfer import rules
+from fakes.flashinfer import rules, staging
 from fakes.flashinfer.arrays import first, upload, words
 from fakes.flashinfer.kernels import LN2, SENTINEL
 from fakes.flashinfer.plans import Plan, check_compiled
@@ -130,6 +130,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             self._kv_indptr_buf = upload(kv_indptr, True, self.device)
             self._kv_indices_buf = upload(kv_indices, True, self.device)
             self._kv_len_arr_buf = upload(kv_len_arr, True, self.device)
+        staging.read_back(qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_len_arr=kv_len_arr)
         with cuda.paused():
             qo = first(words(qo_indptr), batch_size + 1, "qo_indptr")
             for i, (a, b) in enumerate(itertools.pairwise(qo)):
@@ -285,6 +286,7 @@ def _kernel(
     plan = found
     if call is not None:
         call.plan = plan.call
+    staging.ran(plan.staged, out, None if lse is None else cuda.host(lse))
     q_nope, q_pe, ckv, kpe = (cuda.host(t) for t in (q_nope, q_pe, ckv_cache, kpe_cache))
     read = _spans(plan, words(kv_indices), ckv.shape[0])
     rows = q_nope.shape[0]

@@ -14,6 +14,7 @@ import torch
 from fakes import cuda, recorder, releases
 from fakes.flashinfer.arrays import first, words
 from fakes.flashinfer.schedule import Schedule, check_scratch, needs_no_split, plan_decode, plan_prefill
+from fakes.flashinfer.staging import Staged
 from fakes.modes import UndefinedRead, WouldCrash, illegal_access
 
 Kernel = Literal["cuda_core", "fa2", "fa3"]
@@ -71,6 +72,8 @@ class Plan:
     """Pages of the pool that the page ids were compared with."""
     warned: Any = None
     """Mark of the batch that findings about this plan's use were recorded for."""
+    staged: Staged | None = None
+    """Its way to the device, while that is asynchronous."""
     _schedule: Schedule | None = None
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from fakes.flashinfer.arrays import lengths_by_pages, upload
 from fakes.flashinfer.plans import Plan, check_builds, check_compiled, longest, make_prefill, read_host
 from fakes.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from fakes.flashinfer.single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+from fakes.flashinfer.staging import read_back
 from fakes.flashinfer.wrapper import (
     Until,
     Wrapper,
@@ -191,6 +192,12 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                 "seq_lens_q": seq_lens_q,
                 "block_tables": block_tables,
             },
+        )
+        read_back(
+            qo_indptr=qo_indptr,
+            paged_kv_indptr=paged_kv_indptr,
+            paged_kv_last_page_len=paged_kv_last_page_len if seq_lens is None else None,
+            seq_lens=seq_lens,
         )
         with cuda.paused():
             host_qo = cuda.host(qo_indptr)

@@ -14,6 +14,7 @@ from fakes.flashinfer import masks, paged_run, rules, spans
 from fakes.flashinfer.arrays import upload, words
 from fakes.flashinfer.kernels import Launch, chunk_limits, execute
 from fakes.flashinfer.plans import Plan, check_compiled, make_prefill, read_host
+from fakes.flashinfer.staging import read_back
 from fakes.flashinfer.wrapper import (
     Until,
     Wrapper,
@@ -167,6 +168,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         )
         if kv_entries != batch_size + 1:
             raise ValueError("The kv_indptr length should be equal to mask_indptr length.")
+        read_back(qo_indptr=qo_indptr, kv_indptr=kv_indptr)
         with cuda.paused():
             host_qo, host_kv = cuda.host(qo_indptr), cuda.host(kv_indptr)
             record = rules.strict()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fakes import cuda, recorder, releases
-from fakes.flashinfer import rules
+from fakes.flashinfer import rules, staging
 from fakes.flashinfer.plans import Plan
 from fakes.modes import illegal_access
 from fakes.recorder import Call, TensorRecord
@@ -127,13 +127,14 @@ class Wrapper:
         if call is not None:
             plan.call, plan.at = call.index, call.at
         self._plan_info = plan
-        simulation = cuda.current()
-        if simulation is None or simulation.kind == "light":
-            with cuda.paused():
-                _token(self._int_workspace_buffer)[0] = plan.token
+        pinned, workspace = self._pin_memory_int_workspace_buffer, self._int_workspace_buffer
+        if cuda.current() is not None and torch.cuda.is_current_stream_capturing():  # a node of the graph
+            _token(pinned)[0] = plan.token
+            workspace[:8].copy_(pinned[:8], non_blocking=True)
             return
-        _token(self._pin_memory_int_workspace_buffer)[0] = plan.token
-        self._int_workspace_buffer[:8].copy_(self._pin_memory_int_workspace_buffer[:8], non_blocking=True)
+        plan.staged = staging.stage(pinned)
+        with cuda.paused():
+            _token(workspace)[0] = plan.token
 
     def _check_order(self, plan: Plan, q: torch.Tensor, num_kv_heads: int, page_size: int) -> None:
         """Findings about a run: a plan of an earlier batch, other rows, heads or pages than planned."""
