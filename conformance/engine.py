@@ -157,7 +157,7 @@ class EngineRun:
 
     def _layers(self, tensors: StepTensors) -> list[LayerRun]:
         """q, k, v of every layer, as fresh tensors (fused and sliced where the case says so)."""
-        q, k, v = _new_tokens(self.question.case, tensors)
+        q, k, v = new_tokens(self.question.case, tensors)
         adopt = self.machine.adopt
         if self.question.case.strided:
             q, k, v = fused(adopt, q, k, v)
@@ -167,7 +167,7 @@ class EngineRun:
 
     def _changed(self, index: int, batch: Batch, given: list[LayerRun]) -> list[str]:
         tensors, fetch = self.tensors.steps[index], self.machine.fetch
-        q, k, v = _new_tokens(self.question.case, tensors)
+        q, k, v = new_tokens(self.question.case, tensors)
         changed: list[str] = []
         for layer, handed in enumerate(given):
             for name, now, then in (("q", handed.q, q), ("k", handed.k, k), ("v", handed.v, v)):
@@ -185,7 +185,7 @@ class EngineRun:
         return changed
 
 
-def _new_tokens(case: Case, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def new_tokens(case: Case, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, and the k and v that an engine computes in this step, in the case's dtype; not to be written to."""
     k, v = tensors.new_kv
     if case.stored_as_fp8:
