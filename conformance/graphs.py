@@ -47,8 +47,8 @@ class GraphRunner:
         dummy_slot: the slot of its token.
         fused: whether q, k and v are slices of one tensor.
         with_lse: capture `forward_return_lse` instead of `forward`.
-        at: told what is about to be called: "init", "capture" or "replay", the captured size, and the layer (-1: not
-            in a layer).
+        at: told what is about to be called, the captured size, and the layer (-1: not in a layer): a hook by its name,
+            "warm_up", "capture" or "replay".
     """
 
     def __init__(
@@ -75,14 +75,21 @@ class GraphRunner:
         self._fused, self._with_lse = fused, with_lse
         self._at = at or _nowhere
         self._pool: Any = None
+        self._has_buffers = False
 
-    def capture(self) -> None:
-        """Capture a graph for every size."""
+    def make_buffers(self) -> None:
+        """Make the input buffers, and have the backend make its own. `capture` does this where it has not been done."""
         largest = self.sizes[-1]
         self.inputs = InputBuffers(self.engine, largest, fused=self._fused)
         self.inputs.out_loc.fill_(self.dummy_slot)
-        self._at("init", largest, -1)
+        self._at("init_capture_graph", largest, -1)
         self.backend.init_capture_graph(self.engine.max_seq_len, list(self.sizes))
+        self._has_buffers = True
+
+    def capture(self) -> None:
+        """Capture a graph for every size."""
+        if not self._has_buffers:
+            self.make_buffers()
         for size in reversed(self.sizes):
             self._capture(size)
 
@@ -95,22 +102,23 @@ class GraphRunner:
             positions=self.inputs.positions[:size],
             out_loc=self.inputs.out_loc[:size],
         )
-        self._at("capture", size, -1)
+        self._at("prepare_for_capture", size, -1)
         self.backend.prepare_for_capture(batch)
-        self._forward(batch, size)  # outside of the graph: whatever a kernel sets up when it first runs
+        self._forward(batch, "warm_up")  # outside of the graph: whatever a kernel sets up when it first runs
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self.outputs[size] = self._forward(batch, size)
+            self.outputs[size] = self._forward(batch, "capture")
         self._pool = self._pool or graph.pool()
         self.graphs[size], self.batches[size] = graph, batch
 
-    def _forward(self, batch: Batch, size: int) -> list[Any]:
+    def _forward(self, batch: Batch, what: str) -> list[Any]:
         backend: Any = self.backend
+        size = len(batch.padded_reqs)
         forward = backend.forward_return_lse if self._with_lse else backend.forward
         answers: list[Any] = []
         for layer in range(self.engine.num_layers):
             q, k, v = (x[layer, :size] for x in (self.inputs.q, self.inputs.k, self.inputs.v))
-            self._at("capture", size, layer)
+            self._at(what, size, layer)
             answers.append(forward(q, k, v, layer, batch))
         return answers
 
@@ -150,8 +158,9 @@ class GraphRunner:
             buffer[:, :real].copy_(given)
         self.inputs.positions[:size].copy_(batch.positions)
         self.inputs.out_loc[:size].copy_(batch.out_loc)
-        self._at("replay", size, -1)
+        self._at("prepare_for_replay", size, -1)
         self.backend.prepare_for_replay(batch)
+        self._at("replay", size, -1)
         self.graphs[size].replay()
         return self.outputs[size]
 

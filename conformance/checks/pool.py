@@ -18,8 +18,7 @@ def check(trial: Trial) -> list[Finding]:
             continue
         for which, after in zip("kv", run.pool, strict=True):
             want = trial.question.tensors.pool(step, which, nan=trial.first.nan, after=True)
-            if not _same_bits(after, want):
-                found.append(_finding(trial, step, which, after, want))
+            found += difference(trial, step, which, after, want)
     return found
 
 
@@ -29,6 +28,11 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     word = _WORDS[a.element_size()]
     return torch.equal(a.view(word), b.view(word))
+
+
+def difference(trial: Trial, step: int, which: str, after: torch.Tensor, want: torch.Tensor) -> list[Finding]:
+    """The first slot of K ("k") or V ("v") that does not hold what it must after a step."""
+    return [] if _same_bits(after, want) else [_finding(trial, step, which, after, want)]
 
 
 def _finding(trial: Trial, step: int, which: str, after: torch.Tensor, want: torch.Tensor) -> Finding:

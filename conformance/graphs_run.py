@@ -1,0 +1,273 @@
+"""A case with decode steps, run through captured graphs: captured once, every decode step replayed, the others eager.
+
+One backend object lives through it. Beside the case's own pages and page-table rows there is one page and one row for
+the dummies that pad a batch. Checks read the `GraphExecution` that is left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from backends.contract import EngineContext, Req
+from backends.registry import BackendSpec
+from cases.model import Case
+from cases.tensors import CaseTensors
+from conformance.engine import EngineRun, bring_back, fetched_pool, fused, new_tokens, receive
+from conformance.execution import Execution, Failure, LayerRun, Mark, StepRun
+from conformance.graphs import GraphRunner
+from conformance.graphs_memory import Buffers, Guards
+from conformance.machine import Machine
+from conformance.pool import Pool
+from conformance.question import Question
+from fakes.recorder import Attended, Call, Mode, resumed
+
+DUMMY_UID = -1
+_EAGER_EVERY = 4
+"""By seed, one of so many decode steps runs eagerly between replays."""
+
+
+@dataclass(slots=True)
+class CapturedCall:
+    """A library call of a captured layer, as one replay carried it out.
+
+    `attended` is what it read this time, `plan` the plan that it followed. `movable`: its wrapper was made for eager
+    use, so that a later plan has its arrays elsewhere.
+    """
+
+    call: Call
+    layer: int
+    attended: Attended | None
+    plan: Call | None
+    movable: bool
+
+
+@dataclass(slots=True)
+class Replay:
+    """One decode step that was replayed in the graph for `size` requests.
+
+    `run` holds its results for the real rows, `padding` those of the dummies' rows, by layer. `calls`: what the
+    captured kernels read. `moved`: buffers that are no longer where the graph reads them. `overrun`: buffers around
+    which something was written.
+    """
+
+    step: int
+    size: int
+    run: StepRun
+    padding: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    calls: list[CapturedCall] = field(default_factory=list[CapturedCall])
+    moved: list[str] = field(default_factory=list[str])
+    overrun: list[str] = field(default_factory=list[str])
+
+
+@dataclass(slots=True)
+class GraphExecution:
+    """What was captured and replayed. `broken` is the exception that ended it, `during` what was being done then.
+
+    `steps` holds every step, `replays` those that were replayed; `room` and `pool` are the tensors and the pool that
+    have a page for the dummies.
+    """
+
+    sizes: list[int]
+    room: Room
+    pool: Pool
+    steps: Execution
+    replays: list[Replay] = field(default_factory=list[Replay])
+    broken: Failure | None = None
+    during: str = ""
+
+
+class Room(CaseTensors):
+    """A case's tensors with one more page and one more row of the page table: the dummies'."""
+
+    def page_table(self, step: int) -> torch.Tensor:
+        table = super().page_table(step)
+        table[-1, 0] = self.dummy_slot
+        return table
+
+    @property
+    def dummy_slot(self) -> int:
+        """Slot of a dummy's only token: the first of the last page."""
+        return (self.plan.num_pages - 1) * self.case.page_size
+
+
+def with_room(tensors: CaseTensors) -> Room:
+    """The same steps in a larger pool, whose last page and last row no request is ever given."""
+    plan = replace(tensors.plan, num_pages=tensors.plan.num_pages + 1, num_rows=tensors.plan.num_rows + 1)
+    return Room(tensors.case, plan, tensors.steps)
+
+
+def replayed_steps(case: Case) -> list[int]:
+    """The decode steps that are replayed; by seed, some run eagerly between them."""
+    decode = [index for index, step in enumerate(case.steps) if step.phase == "decode"]
+    phase = case.seed // 4
+    return [s for i, s in enumerate(decode) if (phase + i) % _EAGER_EVERY != _EAGER_EVERY - 1]
+
+
+def captured_sizes(case: Case) -> list[int]:
+    """Batch sizes to capture: powers of two that hold the replayed steps.
+
+    By seed, one size serves all of them, and each is one power larger than it need be.
+    """
+    counts = [len(case.steps[s].requests) for s in replayed_steps(case)]
+    sizes = {1 << (n - 1).bit_length() for n in counts}
+    if case.seed & 1:
+        sizes = {2 * n for n in sizes}
+    return [max(sizes)] if case.seed & 2 else sorted(sizes)
+
+
+class GraphRun(EngineRun):
+    """A new backend object for a case; `replay_all` captures and runs every step."""
+
+    def __init__(
+        self,
+        question: Question,
+        spec: BackendSpec,
+        machine: Machine,
+        mode: Mode,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.room = with_room(question.tensors)
+        self.sizes = captured_sizes(question.case) if sizes is None else list(sizes)
+        super().__init__(Question(question.case, self.room), spec, machine, mode)
+
+    def build(self, context: EngineContext) -> Any:
+        self.context = replace(
+            context, max_batch=context.max_batch - 1
+        )  # the dummies' row is none of a batch's
+        return super().build(self.context)
+
+    def replay_all(self, *, nan: bool) -> GraphExecution:
+        """Capture, then run all steps. A fault of the backend ends it and is kept."""
+        steps = Execution(nan, self.recorder, 0, with_lse=False)
+        found = GraphExecution(self.sizes, self.room, self.pool, steps)
+        if self.backend is None:
+            found.broken, found.during = self._built.failure, "construction"
+            return found
+        self.runner = GraphRunner(
+            self.backend,  # type: ignore[arg-type]  # the registry made sure of its hooks
+            self.context,
+            self.sizes,
+            Req(table_idx=self.room.plan.num_rows - 1, cached_len=0, device_len=1, uid=DUMMY_UID),
+            self.room.dummy_slot,
+            fused=self.question.case.strided,
+            at=self._at,
+        )
+        self.guards = Guards(self.machine)
+        self._capture(found)
+        replayed = set(replayed_steps(self.question.case))
+        for index in range(len(self.question.case.steps)):
+            if found.broken is not None:
+                break
+            self._step_at = index
+            if index in replayed:
+                self._replay(found, index)
+            else:
+                self._step(steps, self.backend, index)
+                found.broken, found.during = steps.failure, "an eager step between replays"
+        return found
+
+    def _at(self, what: str, size: int, layer: int) -> None:
+        """Captured calls are marked by their size; those before a capture by none."""
+        self._doing = what
+        if what in ("prepare_for_replay", "replay"):
+            self.recorder.at = Mark(self._step_at, layer)
+            return
+        self.recorder.at = Mark(_captured_batch(size) if what == "capture" else _BEFORE, layer)
+
+    def _capture(self, found: GraphExecution) -> None:
+        with found.steps.catching(-1, -1), self.machine.running(), resumed(self.recorder):
+            with self.guards:
+                self.runner.make_buffers()
+            self.runner.capture()
+            self.buffers = {
+                size: Buffers.of(self.backend, self.runner.batches[size], self._captured(size))
+                for size in self.sizes
+            }
+        found.broken, found.during = found.steps.failure, self._doing
+
+    def _captured(self, size: int) -> list[Call]:
+        batch = _captured_batch(size)
+        return [c for c in self.recorder.calls if c.op == "attend" and c.at.batch == batch]
+
+    def _replay(self, found: GraphExecution, index: int) -> None:
+        tensors, runner = self.room.steps[index], self.runner
+        run = StepRun()
+        found.steps.steps.append(run)
+        self.pool.fill(index, nan=found.steps.nan)
+        self.machine.alias(self.table).copy_(self.room.page_table(index))
+        batch = self._batch(tensors)
+        count = len(batch.reqs)
+        q, k, v = self._stacked(index)
+        answers: list[Any] = []
+        self._doing, self.recorder.at = "prepare_metadata", Mark(index, -1)
+        with found.steps.catching(index, -1), self.machine.running(), resumed(self.recorder):
+            runner.pad(batch)
+            self.backend.prepare_metadata(batch)  # type: ignore[union-attr]
+            answers = runner.replay(batch, q, k, v)
+            self.machine.settle()
+        if found.steps.failure is not None:
+            found.broken, found.during = found.steps.failure, self._doing
+            return
+        size = len(batch.padded_reqs)
+        replay = Replay(index, size, run)
+        for layer, answer in enumerate(answers):
+            real = answer[:count] if _has_rows(answer, size) else answer
+            handed = LayerRun(
+                *(x[layer, :size] for x in (runner.inputs.q, runner.inputs.k, runner.inputs.v)), out=real
+            )
+            receive(found.steps, handed)
+            run.layers.append(handed)
+            if _has_rows(answer, size):
+                replay.padding.append(self.machine.fetch(answer[count:]).detach().clone())
+        bring_back(found.steps, self.machine, index)
+        run.pool = fetched_pool(self.pool, self.machine)
+        replay.calls = self._carried_out(size)
+        replay.moved = self.buffers[size].moved()
+        replay.overrun = self.guards.broken()
+        found.replays.append(replay)
+
+    def _carried_out(self, size: int) -> list[CapturedCall]:
+        calls = self.recorder.calls
+        eager = {c.owner for c in calls if c.op == "create" and c.arguments.get("use_cuda_graph") is False}
+        return [
+            CapturedCall(
+                c, c.at.layer, c.attended, None if c.plan is None else calls[c.plan], c.owner in eager
+            )
+            for c in self._captured(size)
+        ]
+
+    def _stacked(self, index: int) -> tuple[torch.Tensor, ...]:
+        """q, k, v of all layers, on the device."""
+        parts = new_tokens(self.question.case, self.room.steps[index])
+        adopt = self.machine.adopt
+        if self.question.case.strided:
+            return fused(adopt, *parts)
+        return tuple(adopt(x.clone()) for x in parts)
+
+
+_BEFORE = -2
+
+
+def _captured_batch(size: int) -> int:
+    """What stands for the batch in the mark of a captured call."""
+    return -2 - size
+
+
+def _has_rows(answer: object, size: int) -> bool:
+    return isinstance(answer, torch.Tensor) and answer.dim() > 0 and answer.shape[0] == size
+
+
+def graph_execution(
+    question: Question, spec: BackendSpec, machine: Machine, mode: Mode
+) -> GraphExecution | None:
+    """The case through graphs, on a backend object of its own; None where no step is to be replayed."""
+    if question.case.level != "engine" or not spec.capabilities.cuda_graph:
+        return None
+    if not replayed_steps(question.case):
+        return None
+    run = GraphRun(question, spec, machine, mode)
+    return run.replay_all(nan=not spec.capabilities.reads_unowned_slots)
