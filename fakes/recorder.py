@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fakes import cuda
+from fakes.cuda import watch
 
 Mode = Literal["strict", "faithful"]
 
@@ -120,6 +121,15 @@ class Finding:
     request: int | None = None
 
 
+@dataclass(slots=True, frozen=True)
+class Wait:
+    """The host waited for the device: what made it wait, and the line of the program that did."""
+
+    what: str
+    where: str
+    at: Any
+
+
 @dataclass(slots=True)
 class Recorder:
     """The record of one execution. `at` is set by the harness (which batch, which layer) and copied into calls."""
@@ -130,6 +140,7 @@ class Recorder:
     """Calls are still numbered, but neither their arguments are copied nor findings looked for."""
     calls: list[Call] = field(default_factory=list[Call])
     findings: list[Finding] = field(default_factory=list[Finding])
+    waits: list[Wait] = field(default_factory=list[Wait])
     _exact: dict[int, tuple[torch.Tensor, np.ndarray]] = field(
         default_factory=dict[int, tuple[torch.Tensor, np.ndarray]]
     )
@@ -238,3 +249,24 @@ def recording(mode: Mode = "strict") -> AbstractContextManager[Recorder]:
 def current() -> Recorder | None:
     """The open recorder, if any."""
     return _open[-1] if _open else None
+
+
+class _OpenRecorder:
+    """Hands what a simulated device notices to the recorder that is open."""
+
+    @property
+    def wants_hazards(self) -> bool:
+        return bool(_open) and _open[-1].strict
+
+    @property
+    def wants_waits(self) -> bool:
+        return bool(_open) and not _open[-1].muted
+
+    def hazard(self, hazard: watch.Hazard) -> None:
+        _open[-1].find(hazard.rule, "order", hazard.argument, hazard.message)
+
+    def host_waits(self, wait: watch.HostWait) -> None:
+        _open[-1].waits.append(Wait(wait.what, wait.where, _open[-1].at))
+
+
+watch.watchers.append(_OpenRecorder())
