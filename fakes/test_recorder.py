@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fakes import recorder
+from fakes.cuda import watch
 from fakes.recorder import Recorder, TensorRecord, recording, resumed
 
 
@@ -96,3 +97,33 @@ def test_records_nest() -> None:
                 assert recorder.current() is outer
         assert recorder.current() is outer
     assert recorder.current() is None
+
+
+def test_what_a_device_notices_is_recorded_where_it_happens() -> None:
+    with recorder.recording() as record:
+        record.at = "layer 1"
+        watch.hazard("cuda.early-read", "pinned memory", "too early")
+        watch.host_waits("item")
+        record.muted = True
+        assert not watch.hazards_wanted()
+        watch.hazard("cuda.early-read", "pinned memory", "unheard")
+        watch.host_waits("unheard")
+    watch.host_waits("unheard")
+    (found,) = record.findings
+    assert (found.rule, found.kind, found.message, found.at) == (
+        "cuda.early-read",
+        "order",
+        "too early",
+        "layer 1",
+    )
+    (wait,) = record.waits
+    assert (wait.what, wait.at) == ("item", "layer 1")
+    assert "in test_what_a_device_notices" in wait.where
+
+
+def test_a_faithful_recorder_keeps_waits_and_no_hazards() -> None:
+    with recorder.recording("faithful") as record:
+        watch.hazard("cuda.early-read", "pinned memory", "unheard")
+        watch.host_waits("item")
+    assert not record.findings
+    assert [wait.what for wait in record.waits] == ["item"]
