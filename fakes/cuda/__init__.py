@@ -66,23 +66,27 @@ def streams() -> Streams | None:
 def simulated_cuda(kind: Literal["auto", "light", "full"] = "auto") -> Iterator[Simulation]:
     """Install a simulated CUDA device, one in a process, and remove every trace of it afterwards.
 
-    `kind`: "light", or "auto" for the best that can be had here; "full" insists on the full device.
+    `kind`: "light", "full", or "auto" for the best that can be had here without compiling anything.
 
     Raises:
-        DeviceUnavailable: That kind cannot be installed here ("full" is not part of this release).
+        DeviceUnavailable: That kind cannot be installed here.
         RuntimeError: One is installed already.
     """
-    if kind not in ("auto", "light", "full"):
-        raise ValueError(f'kind of simulated CUDA device is {kind!r}, must be "auto", "light" or "full"')
-    if kind == "full":
-        raise DeviceUnavailable(
-            'the full simulated CUDA device is not part of this release; ask for "light" or "auto"'
-        )
-    from fakes.cuda.light import LightDevice
-
-    simulation = LightDevice()
+    simulation = _device(kind)
     install(simulation)
     try:
         yield simulation
     finally:
         remove(simulation)
+
+
+def _device(kind: str) -> Simulation:
+    if kind not in ("auto", "light", "full"):
+        raise ValueError(f'kind of simulated CUDA device is {kind!r}, must be "auto", "light" or "full"')
+    if kind == "full":
+        from fakes.cuda.full.device import FullDevice
+
+        return FullDevice()
+    from fakes.cuda.light import LightDevice
+
+    return LightDevice()

@@ -1,42 +1,26 @@
-"""torch.cuda as the simulated device answers it, installed through one undo log."""
+"""What the light device patches in torch, installed through one undo log."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.utils.dlpack
 
-from fakes.cuda import moving, rules
-from fakes.cuda.devices import CAPABILITY, CUDA, DeviceProperties, ordinal
+from fakes.cuda import answers, moving, rules
+from fakes.cuda.answers import replace
+from fakes.cuda.devices import CUDA
 from fakes.cuda.interface import NotSimulated
 from fakes.cuda.places import DEVICE, TAG
-from fakes.cuda.streams import CUDAGraph, Event, Stream, Streams, refuse_graph
-
-_ABSENT = object()
-_NVTX = ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA")
-
-
-def replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of a module or class, and write into the log how to restore it."""
-    before = vars(owner).get(name, _ABSENT)
-    if before is _ABSENT:
-        undo.callback(delattr, owner, name)
-    else:
-        undo.callback(setattr, owner, name, before)
-    setattr(owner, name, value)
+from fakes.cuda.streams import CUDAGraph, Streams, refuse_graph
 
 
 def install(undo: ExitStack, seen: Callable[[], bool]) -> None:
     """Patch torch.cuda. `seen` says whether a torch call made now would go through the simulation."""
-    for name, value in _answers(seen).items():
-        replace(undo, torch.cuda, name, value)
-    replace(undo, torch.cuda.nvtx, "_nvtx", SimpleNamespace(**dict.fromkeys(_NVTX, lambda *_: 0)))
-    replace(undo, torch.version, "cuda", "13.0")
+    answers.install(undo, _answers(seen))
     replace(undo, torch.UntypedStorage, "device", property(_storage_device(seen)))
     replace(undo, torch, "set_default_device", _set_default_device(torch.set_default_device))
     for owner, name, rule in (
@@ -59,9 +43,6 @@ def install(undo: ExitStack, seen: Callable[[], bool]) -> None:
 
 
 def _answers(seen: Callable[[], bool]) -> dict[str, Any]:
-    properties = DeviceProperties()
-    streams = Streams()
-
     def lazy_init() -> None:
         # torch's C++ calls this for "cuda" that no mode translated; engine code calls it through the mode.
         if not seen():
@@ -70,51 +51,8 @@ def _answers(seen: Callable[[], bool]) -> dict[str, Any]:
                 "thread, the body of a custom operator, of a TorchScript function or of a kernel, or a pause"
             )
 
-    def of_device(value: Any) -> Callable[..., Any]:
-        def answer(device: Any = None) -> Any:
-            ordinal(device)
-            return value
-
-        return answer
-
-    def seed(seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-
-    return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "init": lambda: None,
+    return answers.of_torch_cuda(Streams(), torch.default_generator) | {
         "_lazy_init": lazy_init,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": of_device(None),
-        "_exchange_device": ordinal,
-        "_maybe_exchange_device": ordinal,
-        "get_device_capability": of_device(CAPABILITY),
-        "get_device_name": of_device(properties.name),
-        "get_device_properties": of_device(properties),
-        "get_arch_list": lambda: [f"sm_{properties.major}{properties.minor}"],
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "can_device_access_peer": lambda device, peer_device: True,
-        "synchronize": streams.synchronize,
-        "ipc_collect": lambda: None,
-        "empty_cache": lambda: None,
-        "mem_get_info": of_device((properties.total_memory, properties.total_memory)),
-        "memory_allocated": of_device(0),
-        "max_memory_allocated": of_device(0),
-        "memory_reserved": of_device(0),
-        "max_memory_reserved": of_device(0),
-        "reset_peak_memory_stats": of_device(None),
-        "manual_seed": seed,
-        "manual_seed_all": seed,
-        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
-        "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
-        "Event": Event,
-        "Stream": Stream,
-        "current_stream": streams.current_stream,
-        "default_stream": streams.default_stream,
-        "set_stream": streams.set_stream,
-        "stream": streams.stream,
         "is_current_stream_capturing": lambda: False,
         "CUDAGraph": CUDAGraph,
         "graph": refuse_graph,

@@ -1,0 +1,133 @@
+// Operators with kernels of their own: those that cross sides, those that CompositeExplicit kernels would take before
+// the fallback, and the ones called most (allocation and views), which need no alias.
+#pragma once
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+
+#include "fallback.h"
+#include "memory.h"
+
+namespace sim {
+
+inline at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  for (const at::Tensor* tensor : {static_cast<const at::Tensor*>(&self), &source}) {
+    if (!tensor->is_cuda() && !tensor->device().is_cpu()) {
+      not_simulated("copies between the simulated CUDA device and " + tensor->device().str());
+    }
+  }
+  if (t_graph && t_mode == KERNEL) t_graph->keep(self);
+  if (t_mode != LIVE) {
+    host_alias(self).copy_(host_alias(source));
+    return self;
+  }
+  if (t_graph) require_valid();
+  if (self.is_cuda() == source.is_cuda()) {
+    if (t_graph) record_copy(self, source);
+    host_alias(self).copy_(host_alias(source));
+    return self;
+  }
+  const bool upload = self.is_cuda();
+  const at::Tensor& host_side = upload ? source : self;
+  const at::Tensor& device_side = upload ? self : source;
+  const char* kind = upload ? "h2d" : "d2h";
+  const bool in_pinned = is_pinned(host_side.storage().data());
+  if (!(non_blocking && in_pinned)) {
+    // From pageable memory the driver copies through a staging buffer of its own, and waits.
+    refuse_in_capture(upload ? "copy from pageable or with a blocking call" : "copy to the host that is waited for");
+    if (!upload) ++g_host_waits;
+  }
+  if (t_graph) {
+    record_copy(self, source);
+    host_alias(self).copy_(host_alias(source));
+    return self;
+  }
+  call_hook(hooks().copying, kind, host_side, device_side, non_blocking, in_pinned);
+  host_alias(self).copy_(host_alias(source));
+  call_hook(hooks().copied, kind, host_side, device_side, non_blocking, in_pinned);
+  return self;
+}
+
+inline void require_device_options(
+    std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
+  TORCH_CHECK(
+      !device.has_value() || device->index() <= 0, "CUDA error: invalid device ordinal (asked for ",
+      device.value_or(kDevice), ", the simulation has cuda:0 only)");
+  if (layout.value_or(c10::kStrided) != c10::kStrided) {
+    not_simulated(c10::str("the simulated CUDA device holds plain strided tensors only, not one with layout ", *layout));
+  }
+}
+
+inline at::Tensor made_on_device(at::Tensor made) {
+  if (t_graph && t_mode != PAUSED) t_graph->add_new(made);
+  return made;
+}
+
+inline at::Tensor empty(
+    at::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
+    std::optional<c10::Device> device, std::optional<bool> pin_memory, std::optional<c10::MemoryFormat> format) {
+  require_device_options(layout, device, pin_memory);
+  return made_on_device(at::detail::empty_generic(
+      size, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype), format));
+}
+
+inline at::Tensor empty_strided(
+    at::IntArrayRef size, at::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+  require_device_options(layout, device, pin_memory);
+  return made_on_device(at::detail::empty_strided_generic(
+      size, stride, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype)));
+}
+
+inline at::Tensor& set_storage(at::Tensor& self, c10::Storage source) {
+  const int64_t count = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
+  return at::native::set_storage_cpu_(self, std::move(source), 0, {count}, {});
+}
+
+inline at::Tensor& set_nothing(at::Tensor& self) {
+  c10::Storage none(c10::Storage::use_byte_size_t(), 0, device_allocator()->allocate(0), device_allocator(), true);
+  return at::native::set_storage_cpu_(self, std::move(none), 0, {0}, {});
+}
+
+inline int64_t math_attention(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
+    std::optional<double>, bool) {
+  return 0;  // sdp::SDPBackend::math: operators that the fallback knows
+}
+
+inline bool no_cudnn_ctc(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef, int64_t) {
+  return false;
+}
+inline bool no_cudnn_ctc_of_tensors(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) {
+  return false;
+}
+
+inline void record_stream(at::Tensor&, c10::Stream) {}  // memory is freed when the last reference goes
+
+inline void register_kernels(torch::Library& aten) {
+  aten.impl("copy_", &copy_);
+  aten.impl("empty.memory_format", &empty);
+  aten.impl("empty_strided", &empty_strided);
+  aten.impl("view", &at::native::view);
+  aten.impl("as_strided", &at::native::as_strided_tensorimpl);
+  aten.impl("_reshape_alias", &at::native::_reshape_alias);
+  aten.impl("unfold", &at::native::unfold);
+  aten.impl("resize_", &at::native::resize_);
+  aten.impl("set_.source_Storage", &set_storage);
+  aten.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
+  aten.impl("set_.source_Tensor", &at::native::set_tensor_);
+  aten.impl("set_", &set_nothing);
+  aten.impl("_fused_sdp_choice", &math_attention);
+  aten.impl("_use_cudnn_ctc_loss", &no_cudnn_ctc);
+  aten.impl("_use_cudnn_ctc_loss.Tensor", &no_cudnn_ctc_of_tensors);
+  aten.impl("record_stream", &record_stream);
+}
+
+}  // namespace sim

@@ -1,0 +1,60 @@
+"""What torch's Python side asks for a CUDA build by name: legacy tensor types, storages made by device, streams."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from fakes.cuda.answers import replace
+
+_TYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "CharTensor": torch.int8,
+    "ShortTensor": torch.int16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+    "BoolTensor": torch.bool,
+}
+
+
+class _LegacyType(type):
+    """`isinstance(t, torch.cuda.FloatTensor)` asks for device and dtype."""
+
+    dtype: torch.dtype
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.is_cuda and instance.dtype == cls.dtype
+
+
+def _legacy(name: str, dtype: torch.dtype) -> type:
+    def make(cls: Any, *args: Any) -> torch.Tensor:
+        if args and isinstance(args[0], (list, tuple)):
+            return torch.tensor(args[0], dtype=dtype, device="cuda")
+        return torch.empty(*args, dtype=dtype, device="cuda")
+
+    return _LegacyType(name, (), {"dtype": dtype, "__new__": make, "__module__": "torch.cuda"})
+
+
+def _new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    if device is not None and torch.device(device).type == "cuda" and (not args or isinstance(args[0], int)):
+        return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()
+    if device is not None:
+        kwargs["device"] = device
+    return torch._C.StorageBase.__new__(cls, *args, **kwargs)
+
+
+def _record_stream(self: torch.Tensor, stream: Any) -> None:
+    """Memory is freed when its last reference goes: no stream is still using it."""
+
+
+def install(undo: ExitStack) -> None:
+    for name, dtype in _TYPES.items():
+        replace(undo, torch.cuda, name, _legacy(name, dtype))
+    replace(undo, torch.UntypedStorage, "__new__", _new_storage)
+    replace(undo, torch.Tensor, "record_stream", _record_stream)  # torch's own takes its own streams only
