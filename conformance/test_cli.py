@@ -17,6 +17,7 @@ from conformance import report
 from conformance.__main__ import main
 from conformance.campaign import Campaign
 from conformance.sweep import Sweep
+from fakes.cuda.full import build
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACE = Path(cases.__file__).parent / "testdata" / "azure_tiny.csv"
@@ -195,7 +196,9 @@ def test_wrong_cases_are_told_so(capsys: pytest.CaptureFixture[str], here: Path)
     assert said("text.json").startswith("text.json: is not JSON: ")
 
 
-def test_wrong_options_are_told_so(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_wrong_options_are_told_so(
+    capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def said(*argv: str) -> str:
         return sentence(capsys, "run", *argv)
 
@@ -216,9 +219,13 @@ def test_wrong_options_are_told_so(capsys: pytest.CaptureFixture[str], here: Pat
     assert said("--report", "no/folder.jsonl", "--backend", "torch") == (
         "no/folder.jsonl: cannot be written (No such file or directory)"
     )
-    assert said("--device-sim", "full", "--backend", "fa").startswith(
-        "the full simulated CUDA device is not part of this release"
-    )
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(build, "_loaded", [])
+        elsewhere.setenv("ATTENTION_CONFORMANCE_CACHE", str(here))
+        elsewhere.setenv("CXX", "no-such-compiler")
+        assert said("--device-sim", "full", "--backend", "fa").startswith(
+            "the full simulated CUDA device needs a C++ compiler, and there is no 'no-such-compiler' here"
+        )
     assert sentence(capsys).startswith("the following arguments are required: COMMAND")
     assert sentence(capsys, "fly").startswith("argument COMMAND: invalid choice: 'fly'")
     assert sentence(capsys, "mutants", "nobody").startswith("unknown mutant 'nobody' (known: ")
