@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cases.model import Case, Level
 from cases.simplify import simplify
 from conformance.examine import examine
 from conformance.find import fails, smallest
-from conformance.outcome import LEADING, Verdict
+from conformance.outcome import LEADING, Outcome, Verdict
 from conformance.question import Question
 from conformance.selection import cases_for, distinct, named_cases, smoke_cases
-from conformance.sweep import Sweep, Tally, draw, size
-from conformance.trial import Asker
+from conformance.support import unsupported
+from conformance.sweep import Asked, Known, Sweep, Tally, draw, size
+from conformance.trial import AnyAsker
 
 _SMALL = (1, 4, 1)
 """Size of a case that need not be searched for a smaller one."""
@@ -22,13 +23,16 @@ MAX_ROUNDS = 20
 """Draws of `count` cases after which a backend that declares next to nothing has been asked enough."""
 ROUND_SEEDS = 1_000_000_007
 """Apart by so much, the seeds of two rounds meet nowhere."""
+_FATAL = {Outcome.CRASHED, Outcome.TIMED_OUT}
+MAX_DEATHS = 30
+"""Processes that may be lost to making one case smaller."""
 
 
 @dataclass(frozen=True)
 class Failure:
     """One fault, in the smallest case that was found for it. `checks`: those that fail on this case."""
 
-    asker: Asker
+    asker: AnyAsker
     case: Case
     verdict: Verdict
 
@@ -49,11 +53,12 @@ class Campaign:
         given: further cases; each goes to the backends of its level.
         checks: the checks that are run; None: all.
         told: is told every verdict as it comes.
+        known: verdicts that need not be asked for again (`conformance.report.resume`).
     """
 
     def __init__(
         self,
-        askers: Sequence[Asker],
+        askers: Sequence[AnyAsker],
         *,
         count: int = 0,
         seed: int = 0,
@@ -62,6 +67,7 @@ class Campaign:
         given: Iterable[Case] = (),
         checks: Collection[str] | None = None,
         told: Callable[[Case, Verdict], None] | None = None,
+        known: Known | None = None,
     ) -> None:
         self.count, self.seed = count, seed
         self._smoke, self._named, self._given = smoke, named, given
@@ -71,7 +77,7 @@ class Campaign:
         for level in LEVELS:
             own = [asker for asker in askers if asker.spec.level == level]
             if own:
-                self.sweeps[level] = Sweep(own, checks)
+                self.sweeps[level] = Sweep(own, checks, known)
 
     def run(self) -> None:
         """Ask everything. If it is interrupted, what has been asked is kept."""
@@ -85,26 +91,35 @@ class Campaign:
             self._ask_random(sweep)
 
     def _ask_random(self, sweep: Sweep) -> None:
+        self._tell(sweep.ask_each(self._random(sweep)))
+
+    def _random(self, sweep: Sweep) -> Iterator[Asked]:
         """One draw serves every backend of the level, until each has been asked `count` cases that it declares."""
         strategy = cases_for([asker.spec.capabilities for asker in sweep.askers])
-        wanted = {name: tally.ran + self.count for name, tally in sweep.tallies.items()}
+        wanted = {asker.spec.name: self.count for asker in sweep.askers}
         for round_ in range(MAX_ROUNDS if self.count else 0):
             for drawn in draw(strategy, self.count, self.seed + round_ * ROUND_SEEDS):
                 for case in drawn:
-                    open_ = [a for a in sweep.askers if sweep.tallies[a.spec.name].ran < wanted[a.spec.name]]
+                    open_ = [asker for asker in sweep.askers if wanted[asker.spec.name] > 0]
                     if not open_:
                         return
-                    self._tell(case, sweep.ask(case, open_))
+                    for asker in open_:
+                        if unsupported(case, asker.spec.capabilities, asker.mode) is None:
+                            wanted[asker.spec.name] -= 1
+                    yield case, open_
 
     def _ask(self, cases: Iterable[Case]) -> None:
+        """Put cases to the backends of their level, one level after the other."""
+        by_level: dict[Level, list[Case]] = {}
         for case in cases:
-            sweep = self.sweeps.get(case.level)
-            if sweep is not None:
-                self._tell(case, sweep.ask(case))
+            by_level.setdefault(case.level, []).append(case)
+        for level, sweep in self.sweeps.items():
+            self._tell(sweep.ask_each((case, sweep.askers) for case in by_level.get(level, ())))
 
-    def _tell(self, case: Case, verdicts: Iterable[Verdict]) -> None:
-        for verdict in verdicts if self._told is not None else ():
-            self._told(case, verdict)  # pyright: ignore[reportOptionalCall]
+    def _tell(self, verdicts: Iterable[tuple[Case, Verdict]]) -> None:
+        for case, verdict in verdicts:
+            if self._told is not None:
+                self._told(case, verdict)
 
     @property
     def tallies(self) -> dict[str, Tally]:
@@ -132,6 +147,8 @@ class Campaign:
         """The smallest case that is found for that: by hypothesis, or from the smallest one that was asked."""
         known = self.failure(backend, check)
         asker = known.asker
+        if known.verdict.outcomes[check] in _FATAL:
+            return self._shrink_fatal(known, check)
         found = [simplify(known.case, lambda case: fails(case, asker, check))]
         if size(found[0]) > _SMALL:
             strategy = cases_for([asker.spec.capabilities])
@@ -142,3 +159,22 @@ class Campaign:
             if check in verdict.failed:  # a backend that answers differently each time may pass now
                 return Failure(asker, case, verdict)
         return known
+
+    def _shrink_fatal(self, known: Failure, check: str) -> Failure:
+        """The same where each failing case costs a process: few are asked, and only the same outcome counts."""
+        smallest_ = known
+
+        def fatal(case: Case) -> bool:
+            nonlocal smallest_, deaths
+            if deaths == MAX_DEATHS or unsupported(case, known.asker.spec.capabilities, known.asker.mode):
+                return False
+            verdict = examine(Question(case), known.asker, {check})
+            if verdict.outcomes.get(check) is not known.verdict.outcomes[check]:
+                return False
+            deaths += 1
+            smallest_ = Failure(known.asker, case, verdict)
+            return True
+
+        deaths = 0
+        simplify(known.case, fatal)
+        return smallest_

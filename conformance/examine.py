@@ -8,21 +8,23 @@ from conformance.checks import CHECKS
 from conformance.outcome import Finding, Outcome, Verdict, ordered
 from conformance.question import Question
 from conformance.support import unsupported
-from conformance.trial import Asker, Trial
+from conformance.trial import AnyAsker, RemoteAsker, Trial
 
 
-def examine(question: Question, asker: Asker, checks: Collection[str] | None = None) -> Verdict:
+def examine(question: Question, asker: AnyAsker, checks: Collection[str] | None = None) -> Verdict:
     """Ask a backend one case, run every check (or those named) on what it did, and judge."""
     why = unsupported(question.case, asker.spec.capabilities, asker.mode)
     if why is not None:
         return Verdict(backend=asker.spec.name, digest=question.digest, outcomes={}, unsupported=why)
+    if isinstance(asker, RemoteAsker):
+        return asker.examine(question.case, checks)
     trial = Trial(question, asker)
     outcomes: dict[str, Outcome] = {}
     findings: list[Finding] = []
     for name, check in CHECKS.items():
         if checks is not None and name not in checks:
             continue
-        found = check(trial)
+        found = trial.found[name] = check(trial)
         if found is None or (trial.first.failure and not found):
             continue  # nothing to look at, or broken off before it could be seen
         outcomes[name] = _outcome(found)

@@ -11,7 +11,7 @@ from conformance.examine import examine
 from conformance.question import Question
 from conformance.support import unsupported
 from conformance.sweep import CHUNK
-from conformance.trial import Asker
+from conformance.trial import AnyAsker
 
 MAX_SHRINKS = 2000
 """Cases tried after the first failure; then the smallest so far stands."""
@@ -22,7 +22,7 @@ class _Found(Exception):  # noqa: N818 - no error: the search has ended
 
 
 def smallest(
-    asker: Asker, check: str, strategy: SearchStrategy[Case], *, seed: int, max_examples: int
+    asker: AnyAsker, check: str, strategy: SearchStrategy[Case], *, seed: int, max_examples: int
 ) -> Case | None:
     """Draw what `conformance.sweep.draw` draws for this seed and count; shrink the first case that fails.
 
@@ -39,7 +39,7 @@ def smallest(
 class _Search:
     """One hypothesis run. Verdicts are kept by case: a flaky backend must not confuse hypothesis."""
 
-    def __init__(self, asker: Asker, check: str) -> None:
+    def __init__(self, asker: AnyAsker, check: str) -> None:
         self.asker = asker
         self.check = check
         self.smallest: Case | None = None
@@ -79,7 +79,7 @@ class _Search:
         return self._known[case]
 
 
-def fails(case: Case, asker: Asker, check: str) -> bool:
+def fails(case: Case, asker: AnyAsker, check: str) -> bool:
     """Whether a backend fails a check on a case that it declares."""
     if unsupported(case, asker.spec.capabilities, asker.mode) is not None:
         return False

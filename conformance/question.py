@@ -32,13 +32,17 @@ class Answer:
 
 
 class Question:
-    """One case, its tensors and, on demand, its answers. `values_of` lends q, k and v (see `checks.relations`)."""
+    """One case and, on demand, its tensors and its answers. `values_of` lends q, k and v (see `checks.relations`)."""
 
     def __init__(self, case: Case, tensors: CaseTensors | None = None) -> None:
         self.case = case
-        self.tensors = materialise(case) if tensors is None else tensors
+        self._tensors = tensors
         self._answers: dict[tuple[int, int], Answer] = {}
         self._budgets: dict[tuple[int, int], Budget] = {}
+
+    @cached_property
+    def tensors(self) -> CaseTensors:
+        return materialise(self.case) if self._tensors is None else self._tensors
 
     @cached_property
     def digest(self) -> str:

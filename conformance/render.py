@@ -14,7 +14,7 @@ from cases.tensors import CaseTensors, StepTensors
 from conformance.outcome import Finding, Verdict, ordered
 from conformance.question import Question
 from conformance.readback import read_back
-from conformance.trial import Asker
+from conformance.trial import AnyAsker, RemoteAsker
 
 INLINE = 1500
 """Longest case, in characters of JSON, that stands in the replay line itself."""
@@ -26,7 +26,7 @@ FOLDER = ".conformance"
 """Where longer cases are written, below the current folder."""
 
 
-def render(asker: Asker, case: Case, verdict: Verdict, folder: str | Path = FOLDER) -> str:
+def render(asker: AnyAsker, case: Case, verdict: Verdict, folder: str | Path = FOLDER) -> str:
     """Everything a person needs to know about one failing verdict. Long cases are written to `folder`."""
     question = Question(case)
     findings = ordered(verdict.findings)
@@ -35,13 +35,19 @@ def render(asker: Asker, case: Case, verdict: Verdict, folder: str | Path = FOLD
         setting(case),
         *steps(question.tensors, findings),
         _findings(findings),
-        read_back(question, asker, findings),
+        _read_back(question, asker, findings),
         f"replay: {replay_line(asker, case, folder)}",
     ]
     return "\n".join(part for part in parts if part)
 
 
-def headline(asker: Asker, verdict: Verdict) -> str:
+def _read_back(question: Question, asker: AnyAsker, findings: Sequence[Finding]) -> str:
+    if isinstance(asker, RemoteAsker):
+        return asker.read_back(question.case, findings)
+    return read_back(question, asker, findings)
+
+
+def headline(asker: AnyAsker, verdict: Verdict) -> str:
     """Who failed what."""
     checks = ", ".join(name for name in verdict.outcomes if name in verdict.failed)
     return f"backend {verdict.backend} fails {checks} on case {short(verdict.digest)} ({asker.mode} mode)"
@@ -145,7 +151,7 @@ def _findings(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def replay_line(asker: Asker, case: Case, folder: str | Path = FOLDER) -> str:
+def replay_line(asker: AnyAsker, case: Case, folder: str | Path = FOLDER) -> str:
     """One shell line that asks this backend this case again."""
     words = ["conformance", "replay", "--backend", asker.spec.name]
     if asker.mode != "strict":

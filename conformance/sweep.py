@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
+from cases.codec import STORED_DIGITS, digest
 from cases.coverage import Reached
 from cases.model import Case
 from conformance.examine import examine
 from conformance.outcome import Outcome, Verdict
 from conformance.question import Question
-from conformance.trial import Asker
+from conformance.support import unsupported
+from conformance.trial import AnyAsker, RemoteAsker
 
 CHUNK = 1000
 """Cases drawn by one hypothesis run; longer runs keep ever larger trees."""
+Asked = tuple[Case, Sequence[AnyAsker]]
+"""A case and the backends that are asked it."""
+Known = Mapping[tuple[str, str], Verdict]
+"""Verdicts by backend and digest, of 32 digits."""
 
 
 @dataclass
@@ -52,6 +58,13 @@ class Tally:
         return not self.failures
 
 
+def _left_out(asker: AnyAsker, case: Case) -> Verdict | None:
+    why = unsupported(case, asker.spec.capabilities, asker.mode)
+    if why is None:
+        return None
+    return Verdict(backend=asker.spec.name, digest=digest(case), outcomes={}, unsupported=why)
+
+
 def size(case: Case) -> tuple[int, int, int]:
     """Orders cases by what a person must read: requests, tokens, heads."""
     requests = sum(len(step.requests) for step in case.steps)
@@ -60,28 +73,71 @@ def size(case: Case) -> tuple[int, int, int]:
 
 
 class Sweep:
-    """Puts cases to backends and keeps the tallies."""
+    """Puts cases to backends, all of them here or all of them elsewhere, and keeps the tallies.
 
-    def __init__(self, askers: Sequence[Asker], checks: Collection[str] | None = None) -> None:
+    Args:
+        askers: the backends.
+        checks: the checks that are run; None: all.
+        known: verdicts that need not be asked for again.
+    """
+
+    def __init__(
+        self, askers: Sequence[AnyAsker], checks: Collection[str] | None = None, known: Known | None = None
+    ) -> None:
         self.askers = list(askers)
         self.checks = checks
         self.tallies = {asker.spec.name: Tally(asker.spec.name) for asker in askers}
         self.reached = Reached()
+        self._known: Known = known or {}
 
-    def ask(self, case: Case, askers: Sequence[Asker] | None = None) -> list[Verdict]:
+    def ask(self, case: Case, askers: Sequence[AnyAsker] | None = None) -> list[Verdict]:
         """Put one case to every backend, or to those named."""
-        question = Question(case)
-        chosen = self.askers if askers is None else askers
-        verdicts = [examine(question, asker, self.checks) for asker in chosen]
-        for verdict in verdicts:
-            self.tallies[verdict.backend].add(case, verdict)
-        if any(v.unsupported is None for v in verdicts):
-            self.reached.add(case)
-        return verdicts
+        return [verdict for _, verdict in self.ask_each([(case, self.askers if askers is None else askers)])]
 
     def ask_all(self, cases: Iterable[Case]) -> None:
         for case in cases:
             self.ask(case)
+
+    def ask_each(self, items: Iterable[Asked]) -> Iterator[tuple[Case, Verdict]]:
+        """Put many cases; each verdict as soon as it stands. Where several processes work, the order is theirs."""
+        remote = next((asker for asker in self.askers if isinstance(asker, RemoteAsker)), None)
+        for case, verdict in self._here(items) if remote is None else self._elsewhere(items, remote):
+            self.tallies[verdict.backend].add(case, verdict)
+            yield case, verdict
+
+    def _here(self, items: Iterable[Asked]) -> Iterator[tuple[Case, Verdict]]:
+        for case, askers in items:
+            question = Question(case)
+            reached = False
+            for asker in askers:
+                verdict = self._recall(asker, case) or examine(question, asker, self.checks)
+                if verdict.unsupported is None and not reached:
+                    reached = True
+                    self.reached.add(case)
+                yield case, verdict
+
+    def _elsewhere(self, items: Iterable[Asked], remote: RemoteAsker) -> Iterator[tuple[Case, Verdict]]:
+        """Batches are asked ahead; what needs no asking is told between their verdicts."""
+        aside: deque[tuple[Case, Verdict]] = deque()
+
+        def asked() -> Iterator[tuple[Case, Sequence[str]]]:
+            for case, askers in items:
+                settled = [self._recall(asker, case) or _left_out(asker, case) for asker in askers]
+                aside.extend((case, verdict) for verdict in settled if verdict is not None)
+                names = [a.spec.name for a, v in zip(askers, settled, strict=True) if v is None]
+                if names or any(v.unsupported is None for v in settled if v is not None):
+                    self.reached.add(case)
+                if names:
+                    yield case, names
+
+        for told in remote.stream(asked(), self.checks):
+            while aside:
+                yield aside.popleft()
+            yield told
+        yield from aside
+
+    def _recall(self, asker: AnyAsker, case: Case) -> Verdict | None:
+        return self._known.get((asker.spec.name, digest(case)[:STORED_DIGITS])) if self._known else None
 
     @property
     def clean(self) -> bool:

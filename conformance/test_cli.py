@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from cases.model import Case, Request, Step
 from conformance import report
 from conformance.__main__ import main
 from conformance.campaign import Campaign
-from conformance.sweep import Sweep
+from conformance.outcome import Verdict
+from conformance.sweep import Asked, Sweep
 from fakes.cuda.full import build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -234,10 +237,10 @@ def test_wrong_options_are_told_so(
 def test_fault_of_the_harness_exits_3(
     capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Sweep, case: Case) -> None:
+    def fail(self: Sweep, items: object) -> None:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr(Sweep, "ask", fail)
+    monkeypatch.setattr(Sweep, "ask_each", fail)
     assert main(["run", "--backend", "torch", "--report", "r.jsonl"]) == 3
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("Traceback")
@@ -249,14 +252,15 @@ def test_fault_of_the_harness_exits_3(
 def test_interrupted_run_keeps_what_it_has(
     capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask, asked = Sweep.ask, iter(range(5))
+    ask_each, told = Sweep.ask_each, itertools.count(1)
 
-    def impatient(self: Sweep, case: Case) -> object:
-        if next(asked, None) is None:
-            raise KeyboardInterrupt
-        return ask(self, case)
+    def impatient(self: Sweep, items: Iterable[Asked]) -> Iterator[tuple[Case, Verdict]]:
+        for verdict in ask_each(self, items):
+            yield verdict
+            if next(told) == 5:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(Sweep, "ask", impatient)
+    monkeypatch.setattr(Sweep, "ask_each", impatient)
     monkeypatch.setattr(Campaign, "shrink", None)
     assert main(["run", "--backend", WRONG, "--report", "r.jsonl"]) == 130
     caught = capsys.readouterr()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +14,7 @@ from conformance.engine import EngineRun
 from conformance.execution import Execution
 from conformance.kernel import KernelRun
 from conformance.machine import Machine
+from conformance.outcome import Finding, Verdict
 from conformance.pool import Pool
 from conformance.question import Answer, Question
 from fakes.recorder import Mode
@@ -39,6 +42,31 @@ class Asker:
         return not self.spec.capabilities.reads_unowned_slots
 
 
+class RemoteAsker(ABC):
+    """A backend in another process, ready to be asked cases there. What it was asked leaves nothing but verdicts."""
+
+    def __init__(self, spec: BackendSpec, mode: Mode) -> None:
+        self.spec = spec
+        self.mode: Mode = mode
+
+    @abstractmethod
+    def examine(self, case: Case, checks: Collection[str] | None) -> Verdict:
+        """What `conformance.examine.examine` says there. A case that it does not survive has a verdict too."""
+
+    @abstractmethod
+    def stream(
+        self, items: Iterable[tuple[Case, Sequence[str]]], checks: Collection[str] | None
+    ) -> Iterator[tuple[Case, Verdict]]:
+        """The same for many cases, each with the backends of this asker's session that are asked it."""
+
+    @abstractmethod
+    def read_back(self, case: Case, findings: Sequence[Finding]) -> str:
+        """What `conformance.readback.read_back` says there."""
+
+
+AnyAsker = Asker | RemoteAsker
+
+
 class Trial:
     """One case on one backend. `first` and `second` run on the same backend object over differently poisoned pools; the
     second calls `forward` where the first called `forward_return_lse`."""
@@ -47,6 +75,8 @@ class Trial:
         self.question = question
         self.asker = asker
         self.spec = asker.spec
+        self.found: dict[str, list[Finding] | None] = {}
+        """What the checks that have run found, by name."""
         self._run = asker.start(question)
         self.first = self._run.execute(nan=asker.poisons_with_nan)
         self.second = self._run.execute(nan=False, with_lse=False)
