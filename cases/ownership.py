@@ -149,6 +149,7 @@ def _placed(own: Ownership, step: Step) -> Placed:
         (mine[:, None] * page_size + offsets).reshape(-1)[: r.kv_len]
         for r, mine in zip(step.requests, pages, strict=True)
     )
+    computed = {r.uid for r in step.requests}
     cleared = (np.array(freed, dtype=np.int64)[:, None] * page_size + offsets).reshape(-1)
     return Placed(
         rows=tuple(own.row[r.uid] for r in step.requests),
@@ -158,4 +159,5 @@ def _placed(own: Ownership, step: Step) -> Placed:
         origins=tuple(own.origins.get(r.uid, ()) for r in step.requests),
         cleared=np.concatenate((cleared, np.array(back, dtype=np.int64))),
         given=np.array(given, dtype=np.int64),
+        waiting={uid: own.slots(uid, 0, n) for uid, n in own.kv_len.items() if uid not in computed},
     )

@@ -25,7 +25,8 @@ class Placed:
     of every token (page * page_size + offset). `free_pages`: int64, pages that no request owns.
 
     Of a session: `origins[request]`, (uid, end) of those whose tokens its first ones are; `cleared`: int64, slots that
-    hold a token no longer; `given`: int64, tokens (all requests one after the other) that no step of it computed.
+    hold a token no longer; `given`: int64, tokens (all requests one after the other) that no step of it computed;
+    `waiting[uid]`, the slots of those who are there and do not compute.
     """
 
     rows: tuple[int, ...]
@@ -35,6 +36,7 @@ class Placed:
     origins: tuple[tuple[tuple[int, int], ...], ...] | None = None
     cleared: np.ndarray = field(default_factory=_none)
     given: np.ndarray = field(default_factory=_none)
+    waiting: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,25 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
 
 from cases.codec import to_json
-from cases.model import AnyRequest, Case, Heads, KernelRequest, Kind, Mask, Phase, Request, Step
+from cases.drafts import Changes, Draft
+from cases.model import AnyRequest, Case, Heads, KernelRequest, Mask, Request, Step
+from cases.session_changes import consistent, session_changes
 
 _PLAIN = Case((Step((Request(),)),))
 _KEPT = {"steps", "level", "page_size", "num_layers"}
 _RANK = {"decode": 0, "prefill": 1}
-
-
-class _Draft(NamedTuple):
-    """A step that may break a rule."""
-
-    requests: Sequence[AnyRequest]
-    phase: Phase
-    kind: Kind
-
-
-_Changes = Iterator[tuple[Sequence[_Draft], dict[str, Any]]]
 
 
 def simplify(case: Case, fails: Callable[[Case], bool], *, budget: int = 1000) -> Case:
@@ -49,9 +39,9 @@ def simplify(case: Case, fails: Callable[[Case], bool], *, budget: int = 1000) -
 
 def simpler(case: Case) -> Iterator[Case]:
     """Valid cases that differ in one respect and are mostly simpler, the boldest first."""
-    drafts = [_Draft(step.requests, step.phase, step.kind) for step in case.steps]
+    drafts = [Draft(step.requests, step.phase, step.kind, step.finished) for step in case.steps]
     for change in (
-        _fewer_steps,
+        session_changes if case.session else _fewer_steps,
         _fewer_requests,
         _smaller_pages,
         _plainer_settings,
@@ -60,9 +50,12 @@ def simpler(case: Case) -> Iterator[Case]:
         _plainer_steps,
     ):
         for changed, settings in change(case, drafts):
+            if settings.get("session", case.session):
+                kept = consistent(changed)
+            else:
+                kept = [draft._replace(finished=()) for draft in changed if draft.requests]
             try:
-                steps = tuple(Step(tuple(draft.requests), draft.phase, draft.kind) for draft in changed)
-                yield replace(case, steps=steps, **settings)
+                yield replace(case, steps=tuple(draft.step() for draft in kept), **settings)
             except ValueError:
                 continue
 
@@ -84,7 +77,7 @@ def _size(case: Case) -> tuple[int, ...]:
     )
 
 
-def _fewer_steps(_: Case, drafts: Sequence[_Draft]) -> _Changes:
+def _fewer_steps(_: Case, drafts: Sequence[Draft]) -> Changes:
     if len(drafts) == 1:
         return
     for draft in drafts:
@@ -93,13 +86,13 @@ def _fewer_steps(_: Case, drafts: Sequence[_Draft]) -> _Changes:
         yield [*drafts[:i], *drafts[i + 1 :]], {}
 
 
-def _fewer_requests(_: Case, drafts: Sequence[_Draft]) -> _Changes:
+def _fewer_requests(_: Case, drafts: Sequence[Draft]) -> Changes:
     """Without some uids, in every step: each half of them, then each one."""
     uids = list(dict.fromkeys(r.uid for draft in drafts for r in draft.requests))
     halves = [uids[: len(uids) // 2], uids[len(uids) // 2 :]] if len(uids) > 2 else []
     for dropped in [*halves, *([uid] for uid in uids)]:
         kept = [draft._replace(requests=_without(draft.requests, set(dropped))) for draft in drafts]
-        yield [draft for draft in kept if draft.requests], {}
+        yield kept, {}
 
 
 def _without(requests: Sequence[AnyRequest], uids: set[int]) -> list[AnyRequest]:
@@ -118,7 +111,7 @@ def _without(requests: Sequence[AnyRequest], uids: set[int]) -> list[AnyRequest]
     return found
 
 
-def _smaller_pages(case: Case, drafts: Sequence[_Draft]) -> _Changes:
+def _smaller_pages(case: Case, drafts: Sequence[Draft]) -> Changes:
     """Smaller pages, with the same lengths and with lengths that stand to the page as before."""
     for size in (1, 2, 3, 4, 8, 16, 32, 64):
         if size >= case.page_size:
@@ -130,7 +123,7 @@ def _smaller_pages(case: Case, drafts: Sequence[_Draft]) -> _Changes:
                 yield changed, {"page_size": size, "max_seq_len": _longest(changed)}
 
 
-def _longest(drafts: Sequence[_Draft]) -> int:
+def _longest(drafts: Sequence[Draft]) -> int:
     return max(r.kv_len for draft in drafts for r in draft.requests)
 
 
@@ -148,7 +141,7 @@ def _scaled(r: AnyRequest, old: int, new: int) -> AnyRequest:
     return replace(r, cached_len=kv_len - extend, extend_len=extend, prefix_len=prefix)
 
 
-def _plainer_settings(case: Case, drafts: Sequence[_Draft]) -> _Changes:
+def _plainer_settings(case: Case, drafts: Sequence[Draft]) -> Changes:
     names = [f.name for f in fields(Case) if f.name not in _KEPT]
     yield drafts, {name: getattr(_PLAIN, name) for name in names}
     for heads in (Heads(), Heads(case.heads.group_size), Heads(2, 1), Heads(2, 2)):
@@ -171,7 +164,7 @@ def _plainer_settings(case: Case, drafts: Sequence[_Draft]) -> _Changes:
             yield drafts, {name: getattr(_PLAIN, name)}
 
 
-def _shorter(case: Case, drafts: Sequence[_Draft]) -> _Changes:
+def _shorter(case: Case, drafts: Sequence[Draft]) -> Changes:
     """Each request shorter: down to the borders of a page, to half, by one; stored tokens or new ones."""
     for i, draft in enumerate(drafts):
         for j, r in enumerate(draft.requests):
@@ -180,7 +173,7 @@ def _shorter(case: Case, drafts: Sequence[_Draft]) -> _Changes:
                 yield from _limited(case, [*drafts[:i], draft._replace(requests=requests), *drafts[i + 1 :]])
 
 
-def _shorter_together(case: Case, drafts: Sequence[_Draft]) -> _Changes:
+def _shorter_together(case: Case, drafts: Sequence[Draft]) -> Changes:
     """A request shorter by as many stored tokens in every step that it is in."""
     stored: dict[int, list[int]] = {}
     for draft in drafts:
@@ -200,7 +193,7 @@ def _cut(r: AnyRequest, tokens: int) -> AnyRequest:
     return replace(r, cached_len=r.cached_len - tokens)
 
 
-def _limited(case: Case, drafts: Sequence[_Draft]) -> _Changes:
+def _limited(case: Case, drafts: Sequence[Draft]) -> Changes:
     """With the page table as it is, and with one that just fits."""
     yield drafts, {}
     if case.max_seq_len is not None:
@@ -230,12 +223,12 @@ def _shorter_requests(r: AnyRequest, p: int) -> Iterator[AnyRequest]:
             yield replace(r, cached_len=r.kv_len - qo_len, extend_len=qo_len)
 
 
-def _plainer_steps(_: Case, drafts: Sequence[_Draft]) -> _Changes:
-    yield [_Draft(draft.requests, "decode", "decode") for draft in drafts], {}
+def _plainer_steps(case: Case, drafts: Sequence[Draft]) -> Changes:
+    yield [draft._replace(phase="decode", kind="decode") for draft in drafts], {}
     for i, draft in enumerate(drafts):
         for plain in (
-            _Draft(draft.requests, "decode", "decode"),
-            _Draft(draft.requests, "prefill", "prefill"),
+            draft._replace(phase="decode", kind="decode"),
+            draft._replace(phase="prefill", kind="prefill"),
         ):
             yield [*drafts[:i], plain, *drafts[i + 1 :]], {}
     order: dict[int, int] = {}
@@ -243,13 +236,15 @@ def _plainer_steps(_: Case, drafts: Sequence[_Draft]) -> _Changes:
         for r in draft.requests:
             order.setdefault(r.uid, len(order))
     yield [_renamed(draft, order) for draft in drafts], {}
-    yield [_renamed(draft, {r.uid: i for i, r in enumerate(draft.requests)}) for draft in drafts], {}
+    if not case.session:
+        yield [_renamed(draft, {r.uid: i for i, r in enumerate(draft.requests)}) for draft in drafts], {}
 
 
-def _renamed(draft: _Draft, uids: Mapping[int, int]) -> _Draft:
+def _renamed(draft: Draft, uids: Mapping[int, int]) -> Draft:
     return draft._replace(
         requests=[
             replace(r, uid=uids[r.uid], prefix_of=None if r.prefix_of is None else uids[r.prefix_of])
             for r in draft.requests
-        ]
+        ],
+        finished=[uids[uid] for uid in draft.finished],
     )

@@ -37,6 +37,8 @@ def test_who_waits_keeps_its_row_and_pages() -> None:
     assert third.rows == (first.rows[0], second.rows[0])
     assert np.array_equal(third.pages[0], first.pages[0])
     assert not set(first.pages[0]) & set(second.free_pages)
+    assert second.waiting == {0: first.slots[0].tolist()}
+    assert third.waiting == {}
 
 
 @pytest.mark.parametrize("placement", ["sequential", "reversed"])

@@ -135,3 +135,56 @@ def test_heirs_keep_a_shared_prefix() -> None:
         c.steps[0].requests for c in simpler(Case((lent,), page_size=4)) if len(c.steps[0].requests) == 2
     ]
     assert (Request(4, 2, 1), Request(6, 1, 2, 1, 4)) in pairs
+
+
+def _session(*steps: Step, page_size: int = 1) -> Case:
+    return Case(steps, session=True, page_size=page_size)
+
+
+def _step(*requests: Request, finished: tuple[int, ...] = ()) -> Step:
+    return Step(requests, finished=finished)
+
+
+def test_a_session_loses_its_steps_and_hangs_together() -> None:
+    case = _session(
+        _step(Request(extend_len=5)),
+        _step(Request(extend_len=3, uid=1)),
+        _step(Request(5, 2), Request(3, 1, 1)),
+        _step(Request(7, 1), Request(extend_len=4, uid=2), finished=(1,)),
+        _step(Request(8, 1), Request(4, 1, 2)),
+    )
+
+    def row_reused_beside_another(case: Case) -> bool:
+        return any(step.finished and len(step.requests) > 1 for step in case.steps)
+
+    smallest = simplify(case, row_reused_beside_another)
+    first, second = smallest.steps
+    assert (first.kv_lens, second.kv_lens) == ((1,), (1, 1))
+    assert second.finished == (first.requests[0].uid,)
+    assert first.kind == second.kind == "decode"
+
+
+def test_a_session_with_a_prefix_keeps_the_lender() -> None:
+    case = _session(
+        _step(Request(extend_len=9)),
+        _step(Request(8, 3, 1, prefix_of=0, prefix_len=8)),
+        _step(Request(11, 1, 1), finished=(0,)),
+        page_size=4,
+    )
+
+    def outlives(case: Case) -> bool:
+        lent = {r.uid: r.prefix_of for step in case.steps for r in step.requests if r.prefix_of is not None}
+        return any(lent[uid] in step.finished for step in case.steps for uid in lent)
+
+    smallest = simplify(case, outlives)
+    assert [step.finished for step in smallest.steps] == [(), (0,)]
+    assert smallest.page_size == 1
+    assert len(smallest.steps[0].requests) == 2
+    assert max(max(step.kv_lens) for step in smallest.steps) <= 3
+
+
+def test_a_fault_that_needs_no_session_leaves_it() -> None:
+    case = _session(_step(Request(extend_len=2)), _step(Request(extend_len=3, uid=1), finished=(0,)))
+    smallest = simplify(case, lambda case: max(max(step.kv_lens) for step in case.steps) >= 3)
+    assert not smallest.session
+    assert smallest.steps == (Step((Request(2),), "decode", "decode"),)

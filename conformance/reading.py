@@ -88,4 +88,7 @@ def _owner(tensors: StepTensors, request: int, slot: int) -> str:
     for other, slots in enumerate(tensors.placed.slots):
         if other != request and slot in slots:
             return f"request {other}'s"
+    for uid, held in tensors.placed.waiting.items():
+        if slot in held:
+            return f"uid {uid}'s, which waits"
     return "nobody's"

@@ -46,7 +46,12 @@ def _finding(trial: Trial, step: int, which: str, after: torch.Tensor, want: tor
     slot = page * case.page_size + offset
     total = int(per_slot.sum())
     owner = _owner(tensors.placed.slots, slot)
-    if owner is None:
+    waits = next((uid for uid, held in tensors.placed.waiting.items() if slot in held), None)
+    if owner is None and waits is not None:
+        what = (
+            f"position {tensors.placed.waiting[waits].index(slot)} of uid {waits}, which waits, was altered"
+        )
+    elif owner is None:
         what = "a slot that no request owns was written"
     else:
         request, position = owner
