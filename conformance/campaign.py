@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hypothesis.strategies import SearchStrategy
+
 from cases.model import Case, Level
 from cases.simplify import simplify
 from conformance.examine import examine
 from conformance.find import fails, smallest
 from conformance.outcome import LEADING, Outcome, Verdict
 from conformance.question import Question
-from conformance.selection import cases_for, distinct, named_cases, smoke_cases
+from conformance.selection import cases_for, distinct, named_cases, sessions_for, smoke_cases
 from conformance.support import unsupported
 from conformance.sweep import Asked, Known, Sweep, Tally, draw, size
 from conformance.trial import AnyAsker
@@ -47,6 +49,7 @@ class Campaign:
     Args:
         askers: backends of one level or both.
         count: random cases per backend, of those that it declares.
+        sessions: random sessions per engine-level backend, the same way.
         seed: draws them.
         smoke: whether the smallest cases are asked.
         named: whether the corpus and the named edges are asked.
@@ -61,6 +64,7 @@ class Campaign:
         askers: Sequence[AnyAsker],
         *,
         count: int = 0,
+        sessions: int = 0,
         seed: int = 0,
         smoke: bool = False,
         named: bool = False,
@@ -69,7 +73,7 @@ class Campaign:
         told: Callable[[Case, Verdict], None] | None = None,
         known: Known | None = None,
     ) -> None:
-        self.count, self.seed = count, seed
+        self.count, self.sessions, self.seed = count, sessions, seed
         self._smoke, self._named, self._given = smoke, named, given
         self._checks, self._told = checks, told
         self._askers = {asker.spec.name: asker for asker in askers}
@@ -91,14 +95,16 @@ class Campaign:
             self._ask_random(sweep)
 
     def _ask_random(self, sweep: Sweep) -> None:
-        self._tell(sweep.ask_each(self._random(sweep)))
+        capabilities = [asker.spec.capabilities for asker in sweep.askers]
+        self._tell(sweep.ask_each(self._random(sweep, cases_for(capabilities), self.count)))
+        if capabilities[0].level == "engine":
+            self._tell(sweep.ask_each(self._random(sweep, sessions_for(capabilities), self.sessions)))
 
-    def _random(self, sweep: Sweep) -> Iterator[Asked]:
+    def _random(self, sweep: Sweep, strategy: SearchStrategy[Case], count: int) -> Iterator[Asked]:
         """One draw serves every backend of the level, until each has been asked `count` cases that it declares."""
-        strategy = cases_for([asker.spec.capabilities for asker in sweep.askers])
-        wanted = {asker.spec.name: self.count for asker in sweep.askers}
-        for round_ in range(MAX_ROUNDS if self.count else 0):
-            for drawn in draw(strategy, self.count, self.seed + round_ * ROUND_SEEDS):
+        wanted = {asker.spec.name: count for asker in sweep.askers}
+        for round_ in range(MAX_ROUNDS if count else 0):
+            for drawn in draw(strategy, count, self.seed + round_ * ROUND_SEEDS):
                 for case in drawn:
                     open_ = [asker for asker in sweep.askers if wanted[asker.spec.name] > 0]
                     if not open_:
@@ -151,8 +157,9 @@ class Campaign:
             return self._shrink_fatal(known, check)
         found = [simplify(known.case, lambda case: fails(case, asker, check))]
         if size(found[0]) > _SMALL:
-            strategy = cases_for([asker.spec.capabilities])
-            case = smallest(asker, check, strategy, seed=self.seed, max_examples=self.count)
+            strategy, count = (sessions_for, self.sessions) if known.case.session else (cases_for, self.count)
+            drawn = strategy([asker.spec.capabilities])
+            case = smallest(asker, check, drawn, seed=self.seed, max_examples=count)
             found += [] if case is None else [case]
         for case in sorted(found, key=size):
             verdict = examine(Question(case), asker, self._checks)

@@ -14,6 +14,7 @@ from backends.contract import Capabilities
 from cases.codec import load
 from cases.edges import EDGES
 from cases.model import Case, Heads, KernelRequest, Level, Request, Step
+from cases.sessions import session_cases
 from cases.strategies import engine_cases, kernel_cases
 from conformance.wanted import wanted_by_any
 
@@ -53,6 +54,11 @@ def cases_for(asked: Sequence[Capabilities]) -> SearchStrategy[Case]:
     """Random cases for backends of one level: all that any of them declares."""
     wanted = wanted_by_any(asked)
     return engine_cases(wanted) if wanted.level == "engine" else kernel_cases(wanted)
+
+
+def sessions_for(asked: Sequence[Capabilities]) -> SearchStrategy[Case]:
+    """Random sessions for engine-level backends: all that any of them declares."""
+    return session_cases(wanted_by_any(asked))
 
 
 def distinct(cases: Iterable[Case]) -> list[Case]:

@@ -24,7 +24,9 @@ DRAWN_FROM = 8 * len(RELATIONS)
 
 def check(trial: Trial) -> list[Finding] | None:
     drawn = trial.case.seed % DRAWN_FROM
-    if drawn >= len(RELATIONS) or len(trial.case.steps) != 1 or trial.first.failure or trial.first.answers:
+    if drawn >= len(RELATIONS) or len(trial.case.steps) != 1 or trial.case.session:
+        return None
+    if trial.first.failure or trial.first.answers:
         return None
     related = RELATIONS[drawn](trial.question, trial.spec.capabilities)
     if related is None or unsupported(related.case, trial.spec.capabilities, trial.asker.mode):

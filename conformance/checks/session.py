@@ -1,0 +1,72 @@
+"""session: every step of a session gives what a new backend gives for it: what went before changes nothing.
+
+Where another check finds a fault in a step, that step is put to a new backend, over the same pages and the same values.
+If it is right there, the fault is one of history: something of an earlier step has stuck, or got lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cases.model import Case, Request, Step
+from cases.tensors import CaseTensors
+from conformance.checks import inputs, lifecycle, lse, metadata, poison, pool, values
+from conformance.outcome import Finding
+from conformance.question import Question
+from conformance.trial import Trial
+
+NAME = "session"
+_OF_A_STEP = {
+    "metadata": metadata.check,
+    "lifecycle": lifecycle.check,
+    "values": values.check,
+    "lse": lse.check,
+    "pool": pool.check,
+    "poison": poison.check,
+    "inputs": inputs.check,
+}
+
+
+def check(trial: Trial) -> list[Finding] | None:
+    if not trial.case.session:
+        return None
+    found: list[Finding] = []
+    fresh: dict[int, Trial] = {}
+    for name in _OF_A_STEP:
+        steps = [f.step for f in _found(trial, name) if f.step]
+        if not steps:
+            continue
+        step = min(steps)
+        if step not in fresh:
+            fresh[step] = _alone(trial, step)
+        if not _found(fresh[step], name):
+            found += [_of_history(f) for f in _found(trial, name) if f.step == step]
+    return found
+
+
+def _found(trial: Trial, name: str) -> list[Finding]:
+    if name not in trial.found:
+        trial.found[name] = _OF_A_STEP[name](trial)
+    return trial.found[name] or []
+
+
+def _of_history(finding: Finding) -> Finding:
+    message = f"after what went before, and not on a new backend over the same pages: {finding.message}"
+    return replace(finding, check=NAME, message=message)
+
+
+def _alone(trial: Trial, step: int) -> Trial:
+    """One step of a session on a new backend, over a new pool that holds what the step needs in the same pages."""
+    tensors = trial.question.tensors
+    case = alone(trial.case, step)
+    own = replace(tensors.steps[step], step=case.steps[0])
+    plan = replace(tensors.plan, steps=(own.placed,))
+    return Trial(Question(case, CaseTensors(case, plan, (own,))), trial.asker)
+
+
+def alone(case: Case, step: int) -> Case:
+    """One step of a session as a case of its own, whose requests have stored what they had."""
+    asked = case.steps[step]
+    requests = tuple(Request(r.stored_len, r.qo_len, r.uid) for r in asked.requests)
+    steps = (Step(requests, asked.phase, asked.kind),)
+    return replace(case, steps=steps, session=False, max_seq_len=case.table_width)
