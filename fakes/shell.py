@@ -103,10 +103,11 @@ class _Absent:
         asked = f"{part}.{name}" if part else name
         covers = ", ".join(offered(real))
         message = f"the fake of {library} {releases.selected(library)} has no {asked}; it covers {covers}"
-        if _imports_from(sys._getframe(1)):
+        if imports_from(sys._getframe(1)):
             raise ImportError(message, name=name)
         raise AttributeError(message, name=name)
 
 
-def _imports_from(frame: FrameType) -> bool:
+def imports_from(frame: FrameType) -> bool:
+    """Whether this frame is at `from module import name`, which asks for an attribute of the module."""
     return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]

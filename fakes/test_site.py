@@ -132,7 +132,7 @@ def test_asking_whether_a_submodule_is_there_is_no_error() -> None:
     ("module", "name"),
     [
         ("flashinfer", "gelu_and_mul"),
-        ("flashinfer.decode", "fast_decode_plan"),
+        ("flashinfer.decode", "get_batch_decode_module"),
         ("sgl_kernel", "rmsnorm"),
         ("sgl_kernel.attention", "cutlass_mla_decode"),
     ],

@@ -29,7 +29,6 @@ LEFT_OUT = {
     "flashinfer.decode": {
         "BatchDecodeMlaWithPagedKVCacheWrapper",
         "TrtllmGenDecodeModule",
-        "fast_decode_plan",
         "get_batch_decode_jit_module",
         "get_batch_decode_mla_module",
         "get_batch_decode_module",

@@ -19,6 +19,7 @@ from fakes.flashinfer.cascade import (
 from fakes.flashinfer.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
     single_decode_with_kv_cache,
 )
 from fakes.flashinfer.mla import BatchMLAPagedAttentionWrapper
@@ -38,6 +39,7 @@ __all__ = [
     "MultiLevelCascadeAttentionWrapper",
     "cascade",
     "decode",
+    "fast_decode_plan",
     "merge_state",
     "merge_state_in_place",
     "merge_states",

@@ -10,6 +10,7 @@ import torch
 from fakes import cuda, releases
 from fakes.flashinfer import paged_run, rules
 from fakes.flashinfer.arrays import lengths_by_pages, upload
+from fakes.flashinfer.fast_plan import fast_decode_plan
 from fakes.flashinfer.plans import (
     Plan,
     check_compiled,
@@ -39,6 +40,7 @@ from fakes.flashinfer.xqa import trtllm_batch_decode_with_kv_cache
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
     "single_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
 ]

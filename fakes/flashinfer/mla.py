@@ -39,6 +39,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
     """
 
     _name = "BatchMLAPagedAttentionWrapper"
+    _replans = False
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ import torch
 
 from fakes import cuda, recorder, releases
 from fakes.flashinfer import rules, staging
+from fakes.flashinfer.module import PlanModule
 from fakes.flashinfer.plans import Plan
 from fakes.modes import illegal_access
 from fakes.recorder import Call, TensorRecord
@@ -84,6 +85,8 @@ class Wrapper:
     _kv_layout: str
     _use_cuda_graph: bool
     _jit_module: None
+    _replans = True
+    """Whether `_cached_module.plan` is computed."""
 
     def _start(self, workspace: torch.Tensor, kv_layout: str, backend: str, use_cuda_graph: bool) -> None:
         if kv_layout not in ("NHD", "HND"):
@@ -99,7 +102,7 @@ class Wrapper:
         self._requested_backend = self._backend = backend
         self._jit_module = None
         self._plan_info = None
-        self._cached_module = None
+        self._cached_module: PlanModule | None = None
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -124,10 +127,18 @@ class Wrapper:
 
     def _keep_plan(self, plan: Plan, call: Call | None) -> None:
         """Stage the plan: what `run` finds in the int workspace decides whether the plan is still there."""
+        self._plan_info = plan
+        self._stage(plan, call, self._pin_memory_int_workspace_buffer, self._int_workspace_buffer)
+        if self._replans:
+            self._cached_module = PlanModule(plan, self._record_plan, self._stage)
+
+    def _record_plan(self, arguments: dict[str, Any]) -> Call | None:
+        return self._record("_cached_module.plan", "plan", arguments)
+
+    @staticmethod
+    def _stage(plan: Plan, call: Call | None, pinned: torch.Tensor, workspace: torch.Tensor) -> None:
         if call is not None:
             plan.call, plan.at = call.index, call.at
-        self._plan_info = plan
-        pinned, workspace = self._pin_memory_int_workspace_buffer, self._int_workspace_buffer
         if cuda.current() is not None and torch.cuda.is_current_stream_capturing():  # a node of the graph
             _token(pinned)[0] = plan.token
             workspace[:8].copy_(pinned[:8], non_blocking=True)
