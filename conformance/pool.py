@@ -66,9 +66,13 @@ class Pool:
     def v_cache(self, layer_id: int) -> torch.Tensor:
         return self._v_layers[layer_id]
 
+    def stored(self) -> None:
+        """Say that this layer's K and V stand in the pool, written by whatever means."""
+        self.stores[self._recorder.at] = len(self._recorder.calls)
+
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor, layer_id: int) -> None:
         """Write k, v `[num_tokens, num_kv_heads, dim]` to the slots `out_loc`; fp8 pools divide by their scales."""
-        self.stores[self._recorder.at] = len(self._recorder.calls)
+        self.stored()
         caches = [self._k_layers[layer_id], self._v_layers[layer_id]]
         rows = [k, v]
         if caches[0].element_size() == 1:

@@ -58,6 +58,14 @@ class Session:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def _open(self) -> None:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # two threads made small cases 12 times slower
         self._stack.callback(torch.set_num_threads, threads)
@@ -74,11 +82,14 @@ class Session:
                 simulated = Machine(simulation)
             machine = simulated if spec.capabilities.library and simulated else Machine(None)
             self.askers.append(Asker(spec, machine, self.mode))
+        for spec in self.specs:  # of an engine: its import, and the releases that it pins
+            environment = getattr(spec.factory, "environment", None)
+            if environment is not None:
+                self._stack.enter_context(environment())
         needed = {name for spec in self.specs for name in spec.capabilities.library}
         for library in sorted(needed & DISTRIBUTIONS.keys()):
             importlib.import_module(library)  # which one answers must be known before anything is asked
         self.libraries = answered()
-        return self
 
     @property
     def device(self) -> str:

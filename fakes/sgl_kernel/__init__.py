@@ -1,4 +1,4 @@
-"""Stand-in for `sgl_kernel` (sglang-kernel, by release: `fakes.releases`): its attention kernels, computed on the CPU."""
+"""Stand-in for `sgl_kernel` (sglang-kernel; `fakes.releases` says which): its attention kernels, on the CPU."""
 
 from __future__ import annotations
 
