@@ -1,0 +1,183 @@
+"""`conformance fidelity`: the same library calls on fakes and on real libraries, sound and malformed, compared."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from conformance.choices import UsageError
+from conformance.cli.usage import at_least
+from conformance.fidelity import record, report, run
+from conformance.fidelity.call import ENTRIES, LibraryCall
+from conformance.fidelity.compare import Comparison, Disagreement, compare
+from conformance.fidelity.generate import calls
+from conformance.fidelity.record import Observations
+from conformance.fidelity.shrink import shrink
+from conformance.fidelity.workers import WorkerError
+from fakes import releases
+
+DEFAULT_CASES = 2000
+LIBRARIES = ("flashinfer", "sgl_kernel")
+SHRUNK = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("both", "observe", "compare"),
+        default="both",
+        help="both: ask the fakes here and the real libraries in workers, and compare (the default); observe: "
+        "ask one of them and write a file; compare: compare two such files",
+    )
+    parser.add_argument("files", nargs="*", metavar="FILE", help="compare: two files that observe wrote")
+    parser.add_argument("--cases", type=at_least(1), default=DEFAULT_CASES, metavar="N", help="random calls")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random calls (default: 0)")
+    parser.add_argument("--library", choices=("fake", "real"), default="real", help="observe: which kind")
+    parser.add_argument(
+        "--library-version",
+        action="append",
+        default=[],
+        metavar="NAME=VERSION",
+        help="a release, such as flashinfer=0.7.4: the fake stands for it, the real one must be it",
+    )
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="NAME=VERSION",
+        help="both: instead of the real libraries ask the fakes of these releases",
+    )
+    parser.add_argument("--entry", action="append", default=[], metavar="NAME", help="only this entry point")
+    parser.add_argument("--no-rules", action="store_true", help="leave the contract's rules out")
+    parser.add_argument("--workers", type=at_least(1), metavar="N", help="processes that share the GPU")
+    parser.add_argument(
+        "--out", metavar="FILE", help="where observe writes; both writes FILE.fake and FILE.real"
+    )
+    parser.add_argument(
+        "--list-variants", action="store_true", help="list the kernel variants that FlashInfer will compile"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    entries = _entries(args.entry)
+    libraries = [name for name in LIBRARIES if any(_library(entry) == name for entry in entries)]
+    if args.list_variants:
+        print("\n".join(run.variants(libraries)))
+        return 0
+    if args.action == "compare":
+        if len(args.files) != 2:
+            raise UsageError(f"compare takes two files, got {len(args.files)}")
+        return _tell(compare(*(record.read(path) for path in args.files)), lambda found: found)
+    if args.files:
+        raise UsageError(f"{args.action} takes no files, got {args.files[0]}")
+    versions = dict.fromkeys(libraries, "") | _versions(args.library_version, libraries)
+    drawn = list(dict.fromkeys(calls(args.cases, args.seed, entries)))
+    try:
+        if args.action == "observe":
+            return _observe(args, drawn, versions)
+        return _both(args, drawn, versions, libraries)
+    except WorkerError as error:
+        raise UsageError(str(error)) from error
+
+
+def _entries(wanted: list[str]) -> tuple[str, ...]:
+    for name in wanted:
+        if name not in ENTRIES:
+            raise UsageError(f"unknown entry point {name!r} (known: {', '.join(ENTRIES)})")
+    return tuple(wanted) or ENTRIES
+
+
+def _library(entry: str) -> str:
+    return "flashinfer" if entry.startswith("fi.") else "sgl_kernel"
+
+
+def _versions(words: list[str], libraries: list[str]) -> dict[str, str]:
+    chosen: dict[str, str] = {}
+    for word in words:
+        name, _, version = word.partition("=")
+        if name not in libraries or not version:
+            raise UsageError(
+                f"--library-version is {word!r}, must be one of {', '.join(libraries)} = a release"
+            )
+        chosen[name] = version
+    return chosen
+
+
+def _known(versions: dict[str, str]) -> dict[str, str]:
+    """Releases that fakes stand for: those given, else the default ones."""
+    for name, version in versions.items():
+        if version and version not in releases.KNOWN[name]:
+            known = ", ".join(releases.KNOWN[name])
+            raise UsageError(f"no fake of {name} {version}; known releases: {known}")
+    return {name: version or releases.selected(name) for name, version in versions.items()}
+
+
+def _observe(args: argparse.Namespace, drawn: list[LibraryCall], versions: dict[str, str]) -> int:
+    if not args.out:
+        raise UsageError("observe needs --out FILE")
+    if args.library == "fake":
+        seen = run.observe_fakes(drawn, _known(versions), rules=not args.no_rules, seed=args.seed)
+    else:
+        seen = _real(args, drawn, versions, _expected(drawn, versions))
+    record.write(args.out, seen)
+    print(f"{seen.name}: {len(seen.calls)} calls and {len(seen.rules)} rules in {args.out}\n")
+    print(report.table(seen))
+    return 0
+
+
+def _expected(drawn: list[LibraryCall], versions: dict[str, str]) -> Observations:
+    """What the fakes foresee, so that calls that crash come last."""
+    near = {
+        name: version if version in releases.KNOWN[name] else releases.KNOWN[name][0]
+        for name, version in versions.items()
+    }
+    return run.observe_fakes(drawn, near, rules=False)
+
+
+def _real(
+    args: argparse.Namespace, drawn: list[LibraryCall], versions: dict[str, str], expected: Observations
+) -> Observations:
+    return run.observe_real(
+        drawn,
+        versions,
+        rules=not args.no_rules,
+        expected=expected.calls,
+        workers=args.workers or max(1, (os.cpu_count() or 2) - 2),
+        told=lambda line: print(line, file=sys.stderr, flush=True),
+        seed=args.seed,
+    )
+
+
+def _both(
+    args: argparse.Namespace, drawn: list[LibraryCall], versions: dict[str, str], libraries: list[str]
+) -> int:
+    rules = not args.no_rules
+    if args.against:
+        fakes = _known(versions)
+        others = fakes | _known(_versions(args.against, libraries))
+        fake = run.observe_fakes(drawn, fakes, rules=rules, seed=args.seed)
+        other = run.observe_fakes(drawn, others, rules=rules, seed=args.seed)
+    else:
+        other = _real(args, drawn, versions, _expected(drawn, versions))
+        fake = run.observe_fakes(drawn, _known(other.versions), rules=rules, seed=args.seed)
+    if args.out:
+        record.write(f"{args.out}.fake", fake)
+        record.write(f"{args.out}.{'other' if args.against else 'real'}", other)
+    print(f"{report.table(fake)}\n", flush=True)
+    comparison = compare(fake, other)
+    if not comparison.disagreements:
+        return _tell(comparison, lambda found: found)
+    with run.asking_again(fake.versions, other.versions, real=other.kind == "real") as ask:
+        return _tell(comparison, lambda found: shrink(found, ask))
+
+
+def _tell(comparison: Comparison, smaller: Callable[[Disagreement], Disagreement]) -> int:
+    for line in report.findings(comparison, smaller):
+        print(line, flush=True)
+    if comparison.disagreements:
+        print()
+    print(report.summary(comparison))
+    return 0 if comparison.clean else 1

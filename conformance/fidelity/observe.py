@@ -1,0 +1,110 @@
+"""Asking one library one call: the fake, or the real one in two surroundings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from conformance.fidelity.call import LibraryCall
+from conformance.fidelity.catalogue import drafted
+from conformance.fidelity.draft import Draft
+from conformance.fidelity.perform import Hands, Stage, perform
+from conformance.fidelity.surroundings import Guarded, Place, Plain, places
+from conformance.fidelity.verdict import Seen, differ, judge, refused
+from fakes import cuda, modes, recorder, releases
+
+ILLEGAL = ("illegal memory access", "misaligned address", "unspecified launch failure", "device-side assert")
+"""What CUDA says when a kernel has died and taken its context along."""
+
+
+@contextmanager
+def on_fakes(versions: dict[str, str]) -> Generator[Callable[[LibraryCall], Seen]]:
+    """What the fakes of these releases do, faithfully, on the light simulated device."""
+    with cuda.simulated_cuda("light"), releases.select(**versions), cuda.paused():
+        yield _ask_fake
+
+
+def _ask_fake(call: LibraryCall) -> Seen:
+    library = import_module(f"fakes.{call.library}")
+    draft = drafted(call)
+    with recorder.recording("faithful") as record, cuda.resumed():
+        stage = Stage()
+        hands = Hands(library, Plain("cuda"), stage, partial(setattr, record, "at"))
+        try:
+            out, lse = perform(draft, hands)
+            with cuda.paused():
+                seen = judge(draft, cuda.host(out), cuda.host(lse))
+        except modes.UndefinedRead as error:
+            return Seen("undefined", stage=stage.name, detail=str(error))
+        except modes.WouldCrash as error:
+            return Seen("crashed", stage=stage.name, detail=str(error))
+        except Exception as error:  # noqa: BLE001 - whatever the library raises is what we came to see
+            seen = refused(error, stage.name)
+            if any(word in seen.detail for word in ILLEGAL):
+                seen = Seen("crashed", stage=stage.name, detail=seen.detail)
+    if record.foreign:
+        return Seen("undefined", stage=stage.name, detail=record.foreign[0])
+    return seen
+
+
+class ContextLost(RuntimeError):  # noqa: N818 - an outcome
+    """The CUDA context of this process is dead; the message is what killed it."""
+
+
+def ask_real(call: LibraryCall, library: Any, device: str) -> Seen:
+    """What the real library does, called once in each of two surroundings.
+
+    Raises:
+        ContextLost: the call killed the CUDA context: this process can ask no more.
+    """
+    draft = drafted(call)
+    seen = [_ask_once(draft, library, place) for place in places(device, guarded=True)]
+    return combine(*seen)
+
+
+def combine(first: Seen, second: Seen) -> Seen:
+    """One verdict of two: undefined where the surroundings decide."""
+    if (first.kind, first.error) != (second.kind, second.error):
+        return Seen("undefined", stage=first.stage, detail=f"{first} | {second}")
+    if gap := differ(first.numbers, second.numbers):
+        return Seen("undefined", stage=first.stage, detail=f"{first} | {second}; {gap}")
+    return first
+
+
+def _ask_once(draft: Draft, library: Any, place: Place) -> Seen:
+    stage = Stage()
+    try:
+        if isinstance(place, Guarded):
+            place.heap()
+        out, lse = perform(draft, Hands(library, place, stage))
+        stage.name = "run"
+        _synchronize()
+        return judge(draft, out.cpu(), lse.cpu())
+    except Exception as error:  # noqa: BLE001 - whatever the library raises is what we came to see
+        _require_context(error)
+        return refused(error, stage.name)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _require_context(error: Exception) -> None:
+    """Whether CUDA still answers.
+
+    Raises:
+        ContextLost: it does not.
+    """
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.zeros(8, device="cuda").add_(1).cpu()
+        torch.cuda.synchronize()
+    except RuntimeError:
+        raise ContextLost(" ".join(str(error).split())[:200]) from error

@@ -1,0 +1,72 @@
+"""Files of observations: JSON lines with a header, one line a call or rule, and a footer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from conformance.choices import UsageError
+from conformance.fidelity.call import LibraryCall, from_json, to_json
+from conformance.fidelity.verdict import Seen
+from fakes.contract.rule import Observation
+
+FORMAT = 1
+
+
+@dataclass(slots=True)
+class Observations:
+    """What one kind of libraries did. `rules`: what the probe of each contract rule saw, by its id."""
+
+    kind: str
+    """"fake" or "real"."""
+    versions: dict[str, str]
+    seed: int | None = None
+    calls: dict[LibraryCall, Seen] = field(default_factory=dict[LibraryCall, Seen])
+    rules: dict[str, Observation] = field(default_factory=dict[str, Observation])
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.kind, *(f"{library} {version}" for library, version in self.versions.items())])
+
+
+def write(path: str | Path, seen: Observations) -> None:
+    """Write a file that `read` reads."""
+    with Path(path).open("w") as file:
+        file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in _lines(seen))
+
+
+def _lines(seen: Observations) -> Iterable[Mapping[str, Any]]:
+    yield {"format": FORMAT, "kind": seen.kind, "versions": seen.versions, "seed": seen.seed}
+    for call, what in seen.calls.items():
+        yield {"call": json.loads(to_json(call)), "seen": what.to_json()}
+    for rule, what in seen.rules.items():
+        yield {"rule": rule, "seen": [what.kind, what.detail, *what.errors]}
+    yield {"done": True, "calls": len(seen.calls), "rules": len(seen.rules)}
+
+
+def read(path: str | Path) -> Observations:
+    """Read a whole file.
+
+    Raises:
+        UsageError: no such file, another format, or it was cut before its footer.
+    """
+    try:
+        lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        head, *body, foot = cast("list[dict[str, Any]]", lines)
+        if head["format"] != FORMAT:
+            raise UsageError(f"{path} has format {head['format']}, this release reads {FORMAT}")
+        seen = Observations(head["kind"], head["versions"], head["seed"])
+        for line in body:
+            if "rule" in line:
+                kind, detail, *errors = line["seen"]
+                seen.rules[line["rule"]] = Observation(kind, detail, tuple(errors))
+            else:
+                seen.calls[from_json(line["call"])] = Seen.from_json(line["seen"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no file of observations: {type(error).__name__}: {error}") from error
+    if not foot.get("done") or (foot["calls"], foot["rules"]) != (len(seen.calls), len(seen.rules)):
+        raise UsageError(f"{path} ends before its footer: the run that wrote it was cut")
+    return seen
