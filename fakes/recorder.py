@@ -141,6 +141,8 @@ class Recorder:
     calls: list[Call] = field(default_factory=list[Call])
     findings: list[Finding] = field(default_factory=list[Finding])
     waits: list[Wait] = field(default_factory=list[Wait])
+    foreign: list[str] = field(default_factory=list[str])
+    """Reads of memory that no argument describes, in words: what lies there decides the result."""
     _exact: dict[int, tuple[torch.Tensor, np.ndarray]] = field(
         default_factory=dict[int, tuple[torch.Tensor, np.ndarray]]
     )
@@ -244,6 +246,12 @@ class resumed:  # noqa: N801 - used like the function `recording`
 def recording(mode: Mode = "strict") -> AbstractContextManager[Recorder]:
     """Open a new recorder for the fakes."""
     return resumed(Recorder(mode=mode))
+
+
+def reads_foreign(why: str) -> None:
+    """Say that the library reads memory that no argument describes, and goes on with what it finds."""
+    if _open:
+        _open[-1].foreign.append(why)
 
 
 def current() -> Recorder | None:

@@ -18,6 +18,7 @@ COMMANDS = {
     "replay": "ask backends one case again",
     "backends": "list the backends and what each declares",
     "mutants": "plant known faults and see that each is caught",
+    "fidelity": "ask fakes and real libraries the same calls, sound and malformed, and compare",
     "bench": "measure speed and what each kind of values detects",
 }
 
