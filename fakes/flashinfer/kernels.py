@@ -66,6 +66,10 @@ def execute(
     plan = launch.plan
     staging.ran(plan.staged, out, lse)
     rows = out.shape[0]
+    if custom is not None and launch.window_left >= 0:
+        custom = [
+            mask & windowed(len(mask), mask.shape[1], launch.window_left, causal=False) for mask in custom
+        ]
     missing = max((span.q_end for span in spans), default=0) - q.shape[0]
     if missing > 0:  # rows past the end of q: their results lie outside of `out`, too
         q = torch.cat((q, q.new_zeros(missing, *q.shape[1:])))
@@ -88,7 +92,9 @@ def execute(
         )
     seen = custom
     if launch.tile_window >= 0 or launch.blind:
-        seen = _tile_masks(launch, spans, q.shape[1] // _kv_heads(k, launch.layout))
+        seen = _tile_masks(launch, spans, q.shape[1] // _kv_heads(k, launch.layout), custom)
+    elif _ends_early(launch):
+        seen = _reached(launch, spans, q.shape[1] // _kv_heads(k, launch.layout), custom)
     exact, exact_lse = numbers.attend(
         q,
         k,
@@ -171,21 +177,64 @@ def _end_empty_rows(
             lse[at] = SENTINEL * cap / LN2 + math.log2(columns)
 
 
-def _tile_masks(launch: Launch, spans: Sequence[Span], group: int) -> list[np.ndarray]:
+def windowed(count: int, length: int, window_left: int, *, causal: bool) -> np.ndarray:
+    """What `count` rows see of `length` keys, bool `[count, length]`; `window_left` -1: no window."""
+    own = np.arange(count)[:, None] + length - count
+    key = np.arange(length)[None, :]
+    seen = key <= own if causal else np.ones((count, length), dtype=np.bool_)
+    return seen & (key >= own - window_left) if window_left >= 0 else seen
+
+
+def _tile_masks(
+    launch: Launch, spans: Sequence[Span], group: int, custom: Sequence[np.ndarray] | None
+) -> list[np.ndarray]:
     """What is seen where a window only moves the first key of a tile, or hides everything."""
     masks = []
-    for span in spans:
+    for i, span in enumerate(spans):
         count, length = span.q_end - span.q_start, len(span.slots)
-        own = np.arange(count)[:, None] + length - count
+        seen = windowed(count, length, -1, causal=launch.causal) if custom is None else custom[i]
         key = np.arange(length)[None, :]
-        seen = key <= own if launch.causal else np.ones((count, length), dtype=np.bool_)
         if launch.blind:
-            seen = seen & (key > own)
+            seen = seen & (key > np.arange(count)[:, None] + length - count)
         else:
-            tile = launch.plan.schedule().tile_rows
-            head = np.arange(count) * group // tile * tile // group
-            seen = seen & (key >= (head + length - count - launch.tile_window)[:, None])
+            first = _tile_starts(launch, count, group) + length - count - launch.tile_window
+            seen = seen & (key >= first[:, None])
         masks.append(seen)
+    return masks
+
+
+def _tile_starts(launch: Launch, count: int, group: int) -> np.ndarray:
+    """For each row of a request the first row of its tile."""
+    tile = launch.plan.schedule().tile_rows
+    return np.arange(count) * group // tile * tile // group
+
+
+def _ends_early(launch: Launch) -> bool:
+    """Whether a windowed plan's chunks, which begin at a tile's first visible key, may end before the last one."""
+    plan = launch.plan
+    return plan.kernel == "fa2" and launch.window_left >= 0 and _cut_otherwise(plan, launch.page_size)
+
+
+def _reached(
+    launch: Launch, spans: Sequence[Span], group: int, custom: Sequence[np.ndarray] | None
+) -> list[np.ndarray] | None:
+    """What rows see of the keys that their tile's chunks reach; `custom` where that is all of them."""
+    schedule = launch.plan.schedule()
+    chunk = schedule.chunk_tokens
+    pairs = list(zip(spans, schedule.chunks, strict=False))
+    if chunk is None or all(
+        max(len(s.slots) - (s.q_end - s.q_start) - launch.window_left, 0) + chunks * chunk >= len(s.slots)
+        for s, chunks in pairs
+    ):
+        return None if custom is None else list(custom)
+    masks = []
+    for i, (span, chunks) in enumerate(pairs):
+        count, length = span.q_end - span.q_start, len(span.slots)
+        first = _tile_starts(launch, count, group) + length - count - launch.window_left
+        reach = np.maximum(first, 0) + chunks * chunk
+        plain = windowed(count, length, launch.window_left, causal=launch.causal)
+        seen = plain if custom is None else custom[i]
+        masks.append(seen & (np.arange(length)[None, :] < reach[:, None]))
     return masks
 
 
@@ -234,13 +283,21 @@ def _placed(
 
 
 def chunk_limits(plan: Plan, page_size: int) -> list[int] | None:
-    """Tokens of each request that the plan's chunks reach; None where they reach all of them for certain."""
-    if plan.kernel == "fa3" or not (plan.graph or page_size != plan.page_size) or not plan.may_split():
+    """Tokens of each request that the plan's chunks reach; None where they reach all of them for certain.
+
+    A windowed tensor-core plan's chunks begin at each tile's first visible key: `execute` cuts those.
+    """
+    if not _cut_otherwise(plan, page_size) or (plan.windowed and plan.kernel == "fa2"):
         return None
     schedule = plan.schedule()
     if schedule.chunk_tokens is None:
         return None
     return [n * schedule.chunk_tokens for n in schedule.chunks]
+
+
+def _cut_otherwise(plan: Plan, page_size: int) -> bool:
+    """Whether KV was split for other lengths or pages than the run may have."""
+    return plan.kernel != "fa3" and (plan.graph or page_size != plan.page_size) and plan.may_split()
 
 
 def on_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
