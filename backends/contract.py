@@ -66,7 +66,7 @@ class Capabilities:
     lse: LseBase | None = None
     """Base of the log-sum-exp that `forward_return_lse` (or `Attention.lse`) carries. None: it returns none."""
     empty_lse: Literal["-inf", "sentinel"] = "-inf"
-    """LSE of a row that sees no key: -inf, or any value below -10000."""
+    """LSE of a row that sees no key: -inf, or any value below -1000."""
     bit_equal: bool = False
     """A request's result has the same bits whatever its batch mates, their order and the pages' places."""
     reads_unowned_slots: bool = False

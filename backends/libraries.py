@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Literal
 
 import fakes
+from fakes import releases
 
 LibraryKind = Literal["fake", "real"]
 
@@ -88,6 +89,18 @@ def answered() -> dict[str, Answer]:
         LibraryError: one is not of the kind that `use` chose, or its modules are of both kinds.
     """
     return _check(_chosen, "although this process chose otherwise")
+
+
+def version_of(library: str) -> str | None:
+    """The release of a library that answers in this process, or would; None: none does. Imports nothing.
+
+    A fake that is chosen has the release that it stands for (`fakes.releases`).
+    """
+    if _chosen == "fake":
+        return releases.selected(library)
+    module = sys.modules.get(library)
+    version = getattr(module, "__version__", None) or _installed_version(library)
+    return None if version is None else str(version)
 
 
 def _check(kind: LibraryKind | None, when: str) -> dict[str, Answer]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from backends.contract import Capabilities, EngineContext
+from backends.waivers import Waiver, WaiverError, waivers_of
 
 ENTRY_POINTS = "conformance.backends"
 """Entry-point group under which an installed package announces its backends."""
@@ -27,7 +29,9 @@ BUILT_IN = {
     "kernel:fi-decode": "backends.kernels.fi_decode:FlashInferDecode",
     "kernel:fi-decode-tc": "backends.kernels.fi_decode:FlashInferTensorCoreDecode",
     "kernel:fi-prefill": "backends.kernels.fi_prefill:FlashInferPrefill",
+    "kernel:fi-prefill-fa3": "backends.kernels.fi_prefill:FlashInferPrefillFA3",
     "kernel:fi-ragged": "backends.kernels.fi_ragged:FlashInferRagged",
+    "kernel:fi-ragged-fa3": "backends.kernels.fi_ragged:FlashInferRaggedFA3",
     "kernel:fi-merge": "backends.kernels.fi_merge:FlashInferMerge",
     "kernel:fa-kvcache": "backends.kernels.fa_kvcache:FlashAttentionKVCache",
     "kernel:fa-varlen": "backends.kernels.fa_varlen:FlashAttentionVarlen",
@@ -52,6 +56,8 @@ class BackendSpec:
     factory: Callable[[EngineContext], Any]
     capabilities: Capabilities
     refuses: bool = False
+    waivers: tuple[Waiver, ...] = ()
+    """Its known failures, of all releases."""
 
     @property
     def level(self) -> Literal["engine", "kernel"]:
@@ -209,7 +215,11 @@ def _check(name: str, cls: Any) -> BackendSpec:
     refuses = getattr(cls, "refuses", False)
     if not isinstance(refuses, bool):
         raise BackendError(f"backend {name!r}: {cls.__qualname__}.refuses is {refuses!r}, expected a bool")
-    return BackendSpec(name, cls, caps, refuses)
+    try:
+        waivers = waivers_of(name, getattr(sys.modules[cls.__module__], "__file__", None))
+    except WaiverError as error:
+        raise BackendError(f"backend {name!r}: {error}") from None
+    return BackendSpec(name, cls, caps, refuses, waivers)
 
 
 def _hybrid(prefill: BackendSpec, decode: BackendSpec) -> BackendSpec:
@@ -227,6 +237,7 @@ def _hybrid(prefill: BackendSpec, decode: BackendSpec) -> BackendSpec:
         factory,
         meet(prefill.capabilities, decode.capabilities),
         prefill.refuses and decode.refuses,
+        prefill.waivers + decode.waivers,
     )
 
 

@@ -153,7 +153,7 @@ def check(name: str, answer: Attention, expected: tuple[torch.Tensor, torch.Tens
     assert answer.lse.dtype == torch.float32
     assert ((out - expected[0]).abs() < 2e-6).all()
     empty = expected[1].isneginf()
-    assert (lse[empty] == -math.inf if caps.empty_lse == "-inf" else lse[empty] < -10000).all()
+    assert (lse[empty] == -math.inf if caps.empty_lse == "-inf" else lse[empty] < -1000).all()
     natural = lse * (math.log(2) if caps.lse == "2" else 1.0)
     assert ((natural - expected[1])[~empty].abs() < 1e-5).all()
 

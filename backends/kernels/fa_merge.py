@@ -23,9 +23,11 @@ class FlashAttentionMerge:
         window=True,
         soft_cap=True,
         custom_mask=True,
+        rows_without_keys=True,
         empty_requests=True,
         merges=True,
         lse="e",
+        empty_lse="sentinel",  # NO_KEYS
     )
 
     def __init__(self, engine: EngineContext) -> None:

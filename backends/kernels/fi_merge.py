@@ -22,9 +22,11 @@ class FlashInferMerge:
         window=True,
         soft_cap=True,
         custom_mask=True,
+        rows_without_keys=True,
         empty_requests=True,
         merges=True,
         lse="2",
+        empty_lse="sentinel",  # of three and more states
     )
 
     def __init__(self, engine: EngineContext) -> None:
