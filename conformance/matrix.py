@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from conformance.checks import CHECKS
 from conformance.sweep import Tally
@@ -25,7 +25,21 @@ def matrix(tallies: Iterable[Tally], checks: Iterable[str] | None = None) -> str
     headings = ["backend", *shown, "cases", "unsupported"]
     broken = _sum(_widths([headings, *rows])) > WIDTH
     head = [[top for top, _ in map(_broken, headings)], [low for _, low in map(_broken, headings)]]
-    return "\n".join(_aligned([*head, *rows] if broken else [headings, *rows]))
+    lines = [*head, *rows] if broken else [headings, *rows]
+    return "\n\n".join("\n".join(_aligned(block)) for block in _blocks(lines))
+
+
+def _blocks(lines: Sequence[Sequence[str]]) -> Iterator[list[list[str]]]:
+    """The same in as many tables as it takes to keep to `WIDTH`, each with the first column."""
+    widths = _widths(lines)
+    groups: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        if len(groups[-1]) > 1 and _sum([widths[c] for c in (*groups[-1], column)]) > WIDTH:
+            groups.append([0])
+        groups[-1].append(column)
+    for group in groups:
+        block = [[line[c] for c in group] for line in lines]
+        yield [line for line in block if any(line)]
 
 
 def cell(tally: Tally, check: str) -> str:

@@ -207,7 +207,7 @@ def test_wrong_options_are_told_so(
 
     assert said("--check", "value") == (
         "unknown check 'value'; did you mean 'values'? (known: smoke, metadata, lifecycle, values, lse, pool, "
-        "poison, inputs, determinism, relations, refusals)"
+        "poison, inputs, determinism, relations, refusals, session)"
     )
     (here / "no.csv").write_text("when,what\n1,2\n")
     assert said("--trace", "no.csv").startswith("no.csv: is no known trace")

@@ -61,3 +61,12 @@ def test_rows_are_aligned() -> None:
         "a         ok 1      1      0",
         "b-longer  FAIL 1/1  1      0",
     ]
+
+
+def test_a_matrix_that_is_too_wide_goes_on_below() -> None:
+    found = tally("kernel:fa-kvcache" * 5, **dict.fromkeys(CHECKS, Outcome.PASSED))
+    first, *more = matrix([found]).split("\n\n")
+    assert more
+    for block in (first, *more):
+        assert max(map(len, block.splitlines())) <= WIDTH
+        assert block.splitlines()[-1].startswith(found.backend)

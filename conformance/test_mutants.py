@@ -10,7 +10,7 @@ from conformance.mutants import MUTANTS, Mutant
 from conformance.mutants.run import hunt
 from conformance.session import Session
 
-OVERLAPPING = {"smoke", "poison"}
+OVERLAPPING = {"smoke", "poison", "session"}
 """Checks whose faults others see too, by nature."""
 
 STRICT = [(m, "strict") for m in MUTANTS.values()]

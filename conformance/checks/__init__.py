@@ -17,6 +17,7 @@ from conformance.checks import (
     pool,
     refusals,
     relations,
+    session,
     smoke,
     values,
 )
@@ -37,6 +38,7 @@ CHECKS: dict[str, Check] = {
     "determinism": determinism.check,
     "relations": relations.check,
     "refusals": refusals.check,
+    "session": session.check,
 }
 """Every check by name, in the order of the report's columns."""
 

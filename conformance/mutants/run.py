@@ -14,7 +14,7 @@ from conformance.find import smallest
 from conformance.mutants import MUTANTS, Mutant
 from conformance.outcome import Verdict
 from conformance.question import Question
-from conformance.selection import cases_for
+from conformance.selection import cases_for, sessions_for
 from conformance.session import Session
 from conformance.sweep import size
 from conformance.trial import Asker
@@ -64,7 +64,7 @@ def hunt(mutant: Mutant, session: Session, *, seed: int = 0) -> Caught:
     """Find and shrink a case on which the mutant's own check fails. The session holds the correct backend."""
     correct = next(a for a in session.askers if a.spec.name == mutant.base)
     asker = Asker(mutant.spec(correct.spec), correct.machine, correct.mode)
-    strategy = cases_for([asker.spec.capabilities])
+    strategy = (sessions_for if mutant.check == "session" else cases_for)([asker.spec.capabilities])
     started = time.perf_counter()
     case = smallest(asker, mutant.check, strategy, seed=seed, max_examples=MAX_EXAMPLES)
     verdict = None if case is None else examine(Question(case), asker)
