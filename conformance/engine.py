@@ -65,6 +65,7 @@ class EngineRun:
         self.pool = Pool(self.tensors, self.recorder, machine)
         self.table = machine.adopt(self.tensors.page_table(0).clone())
         context = engine_context(self.tensors, self.pool, self.table, machine.device)
+        machine.drain()  # what an earlier backend left in flight
         self._built = Execution(nan=True, recorder=self.recorder, first_batch=0)
         with self._built.catching(-1, -1):
             self.backend = self.build(context)
@@ -85,6 +86,8 @@ class EngineRun:
             self._step(execution, self.backend, index)
             if execution.failure:
                 break
+        with resumed(self.recorder):  # copies are looked at once more when they are done
+            self.machine.drain()
         return execution
 
     def _step(self, execution: Execution, backend: Backend, index: int) -> None:

@@ -59,6 +59,12 @@ class Machine:
     def settle(self) -> None:
         """Wait until everything that was started is done; raises what went wrong meanwhile."""
 
+    def drain(self) -> None:
+        """Wait for the copies that a simulated device has in flight, as an engine does when it stops."""
+        streams = cuda.streams() if self._simulation is not None else None
+        if streams is not None:
+            streams.timeline.wait_for_all()
+
     def soil(self) -> None:
         """Leave NaN behind wherever a kernel may take its predecessor's remains for zeros."""
 

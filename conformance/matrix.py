@@ -11,7 +11,15 @@ WIDTH = 120
 """Columns of a terminal; where the matrix is wider, long headings are broken in two."""
 
 
-_BREAKS = {"metadata": 4, "lifecycle": 4, "determinism": 5, "relations": 4, "refusals": 4, "unsupported": 5}
+_BREAKS = {
+    "metadata": 4,
+    "lifecycle": 4,
+    "host_reads": 5,
+    "determinism": 5,
+    "relations": 4,
+    "refusals": 4,
+    "unsupported": 5,
+}
 """Where a long heading is broken."""
 
 
@@ -20,7 +28,11 @@ def matrix(tallies: Iterable[Tally], checks: Iterable[str] | None = None) -> str
 
     `cases` counts the cases that were run, `unsupported` those that the backend does not declare.
     """
-    shown = [name for name in CHECKS if checks is None or name in set(checks)]
+    tallies = list(tallies)
+    failed = {
+        name for tally in tallies for name in tally.failures
+    }  # a crash fails one that was not asked for
+    shown = [name for name in CHECKS if checks is None or name in {*checks, *failed}]
     rows = [[tally.backend, *(cell(tally, name) for name in shown), *_counts(tally)] for tally in tallies]
     headings = ["backend", *shown, "cases", "unsupported"]
     broken = _sum(_widths([headings, *rows])) > WIDTH

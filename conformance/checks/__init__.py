@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from conformance.checks import (
     determinism,
+    host_reads,
     inputs,
     lifecycle,
     lse,
@@ -30,6 +31,7 @@ CHECKS: dict[str, Check] = {
     "smoke": smoke.check,
     "metadata": metadata.check,
     "lifecycle": lifecycle.check,
+    "host_reads": host_reads.check,
     "values": values.check,
     "lse": lse.check,
     "pool": pool.check,

@@ -3,7 +3,7 @@
 To add one: decorate a function with `mutant(...)` in the file of its kind.
 """
 
-from conformance.mutants import engines, kernels, lifecycles, numerics, sessions
+from conformance.mutants import engines, kernels, lifecycles, numerics, sessions, streams
 from conformance.mutants.mutant import MUTANTS, Mutant
 
-__all__ = ["MUTANTS", "Mutant", "engines", "kernels", "lifecycles", "numerics", "sessions"]
+__all__ = ["MUTANTS", "Mutant", "engines", "kernels", "lifecycles", "numerics", "sessions", "streams"]

@@ -1,0 +1,102 @@
+"""Faults of asynchrony: memory that is used while a copy is in flight, and a host that waits for the device."""
+
+# A planted class extends one that is known at run time only, so its members have no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.mutants.mutant import mutant
+
+
+@mutant(
+    "reuse_staging",
+    base="fi",
+    check="lifecycle",
+    why="the pinned staging buffer is rewritten by plan without a wait for the copy of the plan before",
+    issue="seed 000",
+    requests=2,
+    tokens=2,
+    alone=True,
+    modes=("strict",),  # the harness reads results before the next plan spoils them
+)
+def _(cls: type[Any]) -> type[Any]:
+    class NeverWaits(cls):
+        def _plan_once(self, metadata: Any) -> None:
+            import torch
+
+            self.last_event = torch.cuda.Event()
+            super()._plan_once(metadata)
+
+    return NeverWaits
+
+
+@mutant(
+    "event_before_plan",
+    base="fi",
+    check="lifecycle",
+    why="the event that the next plan waits for is recorded before plan, not after it",
+    issue="seed 000",
+    requests=2,
+    tokens=2,
+    alone=True,
+    modes=("strict",),
+)
+def _(cls: type[Any]) -> type[Any]:
+    class RecordsTooEarly(cls):
+        def _plan_once(self, metadata: Any) -> None:
+            import torch
+
+            if metadata.initialized:
+                return
+            early = torch.cuda.Event()
+            early.record()
+            super()._plan_once(metadata)
+            self.last_event = early
+
+    return RecordsTooEarly
+
+
+@mutant(
+    "event_on_another_stream",
+    base="fi-paged",
+    check="lifecycle",
+    why="the event is recorded on a side stream that never waits for the one that plan copies on",
+    issue="seed 000",
+    requests=2,
+    tokens=2,
+    alone=True,
+    modes=("strict",),
+)
+def _(cls: type[Any]) -> type[Any]:
+    class RecordsElsewhere(cls):
+        def _plan_once(self, metadata: Any) -> None:
+            import torch
+
+            super()._plan_once(metadata)
+            self.last_event.record(torch.cuda.Stream())
+
+    return RecordsElsewhere
+
+
+@mutant(
+    "longest_length_read_back",
+    base="fa",
+    check="host_reads",
+    why="every layer reads the longest length back from the device",
+    issue="seed 002",
+    tokens=1,
+    alone=True,
+)
+def _(cls: type[Any]) -> type[Any]:
+    from dataclasses import replace
+
+    class ReadsBack(cls):
+        def _attend(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any, **kw: Any) -> Any:
+            metadata = batch.attn_metadata
+            longest = int(metadata.cache_seqlens.max())
+            batch.attn_metadata = replace(metadata, max_seqlen_k=longest)
+            return super()._attend(q, k, v, layer_id, batch, **kw)
+
+    return ReadsBack
