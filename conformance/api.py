@@ -16,15 +16,17 @@ def check(
     backend: str | type[Any],
     *,
     cases: int = 200,
+    sessions: int = 20,
     seed: int = 0,
     library: LibraryKind = "fake",
     mode: Mode = "strict",
 ) -> None:
-    """Put smoke cases, the corpus, the named edges and random cases to a backend.
+    """Put smoke cases, the corpus, the named edges, random cases and sessions to a backend.
 
     Args:
         backend: a name, `"pkg.mod:Class"`, or a class.
         cases: random cases.
+        sessions: random sessions, of an engine-level backend.
         seed: draws them.
         library: which kind of kernel libraries answers.
         mode: how the fakes behave (`fakes.recorder`).
@@ -35,7 +37,7 @@ def check(
     """
     __tracebackhide__ = True
     with Session([backend], library=library, mode=mode) as session:
-        campaign = Campaign(session.askers, count=cases, seed=seed, smoke=True, named=True)
+        campaign = Campaign(session.askers, count=cases, sessions=sessions, seed=seed, smoke=True, named=True)
         campaign.run()
         if campaign.clean:
             return

@@ -19,7 +19,7 @@ from fakes.cuda import DeviceUnavailable
 
 HYBRIDS = ("fa,fi", "fi,fa")
 """Hybrids (prefill,decode) that are asked beside the built-in backends."""
-NEEDS_FULL_DEVICE = "graphs, capacity, session, in-flight copies"
+NEEDS_FULL_DEVICE = "graphs, capacity, in-flight copies"
 """Checks that the light device cannot serve."""
 DEFAULT_BATCHES = 1000
 _KV_BUDGET = 1920

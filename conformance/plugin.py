@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CASES = 120
 """Random cases per backend: what keeps all built-in backends below a minute."""
+DEFAULT_SESSIONS = 12
 
 _HOME = Path(__file__).resolve().parent.parent
 _SUITE = Path(__file__).with_name("test_conformance.py")
@@ -58,6 +59,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=DEFAULT_CASES,
         metavar="N",
         help=f"random cases per backend (default: {DEFAULT_CASES})",
+    )
+    group.addoption(
+        "--sessions",
+        type=int,
+        default=DEFAULT_SESSIONS,
+        metavar="N",
+        help=f"random sessions per engine-level backend (default: {DEFAULT_SESSIONS})",
     )
     group.addoption("--case-seed", type=int, default=0, metavar="N", help="of the random cases (default: 0)")
     group.addoption("--trace-file", metavar="FILE", help="also ask the batches of a request trace")
@@ -125,9 +133,10 @@ def _results(config: pytest.Config) -> Results:
             require_free_name(name)
     except ShadowError as error:
         raise pytest.UsageError(str(error)) from None
-    if option("cases") < 0 or option("case_seed") < 0:
+    if min(option("cases"), option("sessions"), option("case_seed")) < 0:
         raise pytest.UsageError(
-            f"--cases and --case-seed must be at least 0, got {option('cases')} and {option('case_seed')}"
+            "--cases, --sessions and --case-seed must be at least 0, "
+            f"got {option('cases')}, {option('sessions')} and {option('case_seed')}"
         )
     from conformance.choices import WRONG_USAGE
     from conformance.suite import Results
@@ -139,6 +148,7 @@ def _results(config: pytest.Config) -> Results:
             mode=option("conformance_mode"),
             device_sim=option("device_sim"),
             cases=option("cases"),
+            sessions=option("sessions"),
             seed=option("case_seed"),
             trace=option("trace_file"),
             folder=config.rootpath / ".conformance",

@@ -24,7 +24,7 @@ class Results:
 
     Args:
         named: backends; none: all built-in ones and two hybrids.
-        cases: random cases per backend. seed: draws them.
+        cases: random cases per backend. sessions: random sessions per engine-level backend. seed: draws them.
         trace: a request trace whose batches are asked too.
         folder: where cases are written that are too long for a replay line.
 
@@ -40,12 +40,13 @@ class Results:
         mode: Mode,
         device_sim: str,
         cases: int,
+        sessions: int,
         seed: int,
         trace: str | None,
         folder: Path,
     ) -> None:
         self.names = chosen_backends(named)
-        self._cases, self._seed, self._folder = cases, seed, folder
+        self._cases, self._sessions, self._seed, self._folder = cases, sessions, seed, folder
         self._trace = (
             TraceBatches() if trace is None else trace_batches(trace, count=TRACE_BATCHES, seed=seed)
         )
@@ -65,7 +66,11 @@ class Results:
                 "smoke": Campaign(session.askers, smoke=True),
                 "corpus": Campaign(session.askers, named=True),
                 "random": Campaign(
-                    session.askers, count=self._cases, seed=self._seed, given=self._trace.cases
+                    session.askers,
+                    count=self._cases,
+                    sessions=self._sessions,
+                    seed=self._seed,
+                    given=self._trace.cases,
                 ),
             }
             for stage, campaign in campaigns.items():

@@ -74,6 +74,7 @@ class Options:
             "conformance_mode": "strict",
             "device_sim": "auto",
             "cases": 1,
+            "sessions": 1,
             "case_seed": 0,
             "trace_file": None,
         } | options
@@ -90,7 +91,7 @@ class Options:
         ("backend", ["cases.mine:Right"], "backend 'cases.mine:Right': module cases.mine does not import: "),
         ("library", "real", "this process runs on fake libraries; real ones need a process of their own"),
         ("trace_file", "none.csv", "none.csv: cannot be read (No such file or directory)"),
-        ("cases", -1, "--cases and --case-seed must be at least 0, got -1 and 0"),
+        ("cases", -1, "--cases, --sessions and --case-seed must be at least 0, got -1, 1 and 0"),
     ],
 )
 def test_wrong_usage_is_told_in_one_sentence(

@@ -25,6 +25,7 @@ from conformance.render import render
 from conformance.session import Session
 
 DEFAULT_CASES = 300
+DEFAULT_SESSIONS = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least(0),
         metavar="N",
         help=f"random cases per backend (default: {DEFAULT_CASES}; none beside --trace or --case)",
+    )
+    parser.add_argument(
+        "--sessions",
+        type=at_least(0),
+        metavar="N",
+        help="random sessions per engine-level backend: many batches over one pool (default: "
+        f"{DEFAULT_SESSIONS}; none beside --trace or --case)",
     )
     parser.add_argument(
         "--seed", type=at_least(0), default=0, metavar="N", help="of the random cases (default: 0)"
@@ -72,6 +80,7 @@ def main(args: argparse.Namespace) -> int:
     trace = _trace(args)
     only = bool(args.trace or args.case_files)
     count = args.cases if args.cases is not None else 0 if only else DEFAULT_CASES
+    sessions = args.sessions if args.sessions is not None else 0 if only else DEFAULT_SESSIONS
     names = chosen_backends(args.backends)
     require_checks(args.checks)
     with ExitStack() as stack:
@@ -85,10 +94,11 @@ def main(args: argparse.Namespace) -> int:
             seed=args.seed,
         )
         writer = stack.enter_context(report.Writer(args.report, head)) if args.report else None
-        print(_head_text(head, count, trace), flush=True)
+        print(_head_text(head, count, sessions, trace), flush=True)
         campaign = Campaign(
             session.askers,
             count=count,
+            sessions=sessions,
             seed=args.seed,
             smoke=True,
             named=not only,
@@ -118,7 +128,7 @@ def _trace(args: argparse.Namespace) -> TraceBatches:
     return TraceBatches()
 
 
-def _head_text(head: report.Header, count: int, trace: TraceBatches) -> str:
+def _head_text(head: report.Header, count: int, sessions: int, trace: TraceBatches) -> str:
     libraries = ", ".join(f"{name} {a.version} ({a.kind})" for name, a in head.libraries.items()) or "none"
     lines = [
         f"attention-conformance {head.version}, Python {head.python}, torch {head.torch}",
@@ -127,6 +137,7 @@ def _head_text(head: report.Header, count: int, trace: TraceBatches) -> str:
         f"device       {head.device}",
         f"left out     {NEEDS_FULL_DEVICE}: they need the full device of a later release",
         f"cases        {count} random ones per backend, seed {head.seed}",
+        f"sessions     {sessions} random ones per engine-level backend",
     ]
     for label, line in zip(("trace", *[""] * len(trace.lines)), trace.lines, strict=False):
         lines.append(f"{label:12} {line}")
