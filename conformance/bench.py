@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from conformance.benches import needles, throughput
+from conformance.benches import devices, needles, throughput
 
 BACKENDS = ("torch", "fi", "fi-paged", "fa", "kernel:fi-decode", "kernel:fi-prefill", "kernel:fa-kvcache")
 
@@ -51,11 +51,13 @@ def _oracle(options: argparse.Namespace) -> None:
 
 
 def _device(options: argparse.Namespace) -> None:
-    del options
+    """A case and single calls, beside plain CPU tensors."""
     from fakes.cuda.bench import measure
 
-    for name, (plain, simulated) in measure().items():
-        print(f"  {name:28} plain {plain:6.2f} us   simulated {simulated:6.2f} us")
+    for cost in devices.measure(max(options.cases // 10, 1)):
+        print(f"  {cost}", flush=True)
+    for name, costs in measure().items():
+        print(f"  {name:20}", *(f"{kind} {us:6.2f} us" for kind, us in costs.items()), sep="   ")
 
 
 _PARTS: dict[str, Callable[[argparse.Namespace], None]] = {

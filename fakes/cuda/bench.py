@@ -1,4 +1,4 @@
-"""What the light device costs per call, beside plain torch: `python -m fakes.cuda.bench`."""
+"""What the simulated devices cost per call, beside plain torch: `python -m fakes.cuda.bench`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ import torch
 from fakes import cuda
 
 
-def measure(number: int = 200, repeat: int = 100) -> dict[str, tuple[float, float]]:
-    """Microseconds per call, (plain CPU, in a light simulation), the best of `repeat` runs of `number` calls.
+def measure(number: int = 200, repeat: int = 100) -> dict[str, dict[str, float]]:
+    """Microseconds per call: "plain" CPU, "light", and "full" where it can be had. The best of `repeat` runs of
+    `number` calls.
 
     Set torch to one thread first.
     """
-    plain = _time(_calls("cpu"), number, repeat)
-    with cuda.simulated_cuda("light"):
-        simulated = _time(_calls("cuda"), number, repeat)
-    return {name: (plain[name], simulated[name]) for name in plain}
+    spent = {"plain": _time(_calls("cpu"), number, repeat)}
+    for kind in ("light", "full"):
+        try:
+            with cuda.simulated_cuda(kind):
+                spent[kind] = _time(_calls("cuda"), number, repeat)
+        except cuda.DeviceUnavailable:
+            continue
+    return {name: {kind: costs[name] for kind, costs in spent.items()} for name in spent["plain"]}
 
 
 def _calls(device: str) -> dict[str, Callable[[], object]]:
@@ -63,6 +68,5 @@ def _time(calls: dict[str, Callable[[], object]], number: int, repeat: int) -> d
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(f"{'us per call':<22}{'plain':>8}{'light':>8}")  # noqa: T201
-    for name, (plain, simulated) in measure().items():
-        print(f"{name:<22}{plain:>8.2f}{simulated:>8.2f}")  # noqa: T201
+    for name, costs in measure().items():
+        print(f"{name:<20}", *(f"{kind} {us:6.2f} us" for kind, us in costs.items()), sep="   ")  # noqa: T201

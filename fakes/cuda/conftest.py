@@ -1,8 +1,9 @@
-"""The device that claims are tested on."""
+"""The devices that claims are tested on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -10,11 +11,41 @@ from fakes import cuda
 from fakes.cuda.claims import real_gpu
 
 
+def simulated(kind: str) -> Iterator[cuda.Simulation]:
+    """A simulated device, or a skip that says why it cannot be had."""
+    with ExitStack() as stack:
+        try:
+            simulation = stack.enter_context(cuda.simulated_cuda("full" if kind == "full" else "light"))
+        except cuda.DeviceUnavailable as reason:
+            pytest.skip(str(reason))
+        yield simulation
+
+
+@pytest.fixture(params=["light", "full"])
+def cuda_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A real GPU where there is one, else both simulations: what is claimed of CUDA holds on all three."""
+    if real_gpu():
+        if request.param == "full":
+            pytest.skip("asked once, on the real GPU")
+        yield
+        return
+    for _ in simulated(request.param):
+        yield
+
+
 @pytest.fixture
-def cuda_device() -> Iterator[None]:
-    """A real GPU where there is one, else the light simulation: what is claimed of CUDA holds on both."""
+def full_or_gpu() -> Iterator[None]:
+    """A real GPU where there is one, else the full simulation: for claims that the light one does not make."""
     if real_gpu():
         yield
         return
-    with cuda.simulated_cuda("light"):
+    for _ in simulated("full"):
         yield
+
+
+@pytest.fixture
+def full() -> Iterator[cuda.Simulation]:
+    """The full simulation, for what it says of itself."""
+    if real_gpu():
+        pytest.skip("a CUDA device is not simulated beside a real one")
+    yield from simulated("full")

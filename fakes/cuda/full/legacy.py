@@ -1,13 +1,16 @@
-"""What torch's Python side asks for a CUDA build by name: legacy tensor types, storages made by device, streams."""
+"""What torch's Python side does otherwise for a CUDA build: legacy tensor types, storages by device, autograd."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from fakes.cuda.answers import replace
+from fakes.cuda.interface import NotSimulated
 
 _TYPES = {
     "FloatTensor": torch.float32,
@@ -53,8 +56,29 @@ def _record_stream(self: torch.Tensor, stream: Any) -> None:
     """Memory is freed when its last reference goes: no stream is still using it."""
 
 
+def _explained(native: Callable[..., Any]) -> Callable[..., Any]:
+    """Autograd counts the devices when it first runs backward in a process, and never again."""
+
+    @functools.wraps(native)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return native(*args, **kwargs)
+        except RuntimeError as error:
+            if "device_ready_queues_" not in str(error):
+                raise
+            raise NotSimulated(
+                "autograd does not know the simulated CUDA device: a backward ran in this process before the device "
+                "was installed, and torch counts devices once; install it first, or use a process of its own"
+            ) from None
+
+    return run_backward
+
+
 def install(undo: ExitStack) -> None:
     for name, dtype in _TYPES.items():
         replace(undo, torch.cuda, name, _legacy(name, dtype))
     replace(undo, torch.UntypedStorage, "__new__", _new_storage)
+    replace(
+        undo, torch.autograd, "_engine_run_backward", _explained(torch.autograd.graph._engine_run_backward)
+    )
     replace(undo, torch.Tensor, "record_stream", _record_stream)  # torch's own takes its own streams only
