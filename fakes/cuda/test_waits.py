@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -14,9 +15,13 @@ from fakes.cuda.watched import watched
 Tensor = torch.Tensor
 
 
-@pytest.fixture(autouse=True)
-def _device() -> Iterator[None]:
-    with cuda.simulated_cuda("light"):
+@pytest.fixture(autouse=True, params=["light", "full"])
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(cuda.simulated_cuda(request.param))
+        except cuda.DeviceUnavailable as error:
+            pytest.skip(str(error))
         yield
 
 
