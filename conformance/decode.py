@@ -29,16 +29,25 @@ class ReadSpan:
 
 
 def read_spans(
-    case: Case, attended: Attended, handed: LayerRun, k_pool: torch.Tensor, v_pool: torch.Tensor
+    case: Case,
+    attended: Attended,
+    handed: LayerRun,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    out_loc: torch.Tensor | None = None,
 ) -> list[ReadSpan]:
-    """Decode one call. `k_pool`, `v_pool`: the layer's pool, as it was handed over."""
+    """Decode one call. `k_pool`, `v_pool`: the layer's pool, as it was handed over.
+
+    `out_loc`: the slots that an engine's new tokens are stored to; a row of ragged K and V then counts as its slot.
+    """
     base_row = _first_row(attended.q, handed.q)
     ragged = attended.layout == "ragged"
+    stored_to = None if out_loc is None else out_loc.numpy()
     spans: list[ReadSpan] = []
     for index, span in enumerate(attended.spans):
         if ragged:
-            k_slots = _ragged_rows(attended.k, handed.k, span.slots)
-            v_slots = _ragged_rows(attended.v, handed.v, span.slots)
+            k_slots = _ragged_rows(attended.k, handed.k, span.slots, stored_to)
+            v_slots = _ragged_rows(attended.v, handed.v, span.slots, stored_to)
         else:
             k_slots = _pool_slots(case, attended, attended.k, k_pool, span.slots)
             v_slots = _pool_slots(case, attended, attended.v, v_pool, span.slots)
@@ -110,12 +119,19 @@ def _first_row(q: torch.Tensor, handed: torch.Tensor) -> int:
     return offset // step if 0 <= offset < step * handed.shape[0] else 0
 
 
-def _ragged_rows(k: torch.Tensor, handed: torch.Tensor, rows: np.ndarray) -> np.ndarray:
-    if not handed.numel() or k.data_ptr() == handed.data_ptr():
+def _ragged_rows(
+    k: torch.Tensor, handed: torch.Tensor, rows: np.ndarray, stored_to: np.ndarray | None
+) -> np.ndarray:
+    """Rows of the layer's k that a call reads, or the slots that they are stored to."""
+    if handed.numel() and k.data_ptr() != handed.data_ptr():
+        step = handed.stride(0) * handed.element_size()
+        offset = k.data_ptr() - handed.data_ptr()
+        inside = 0 <= offset < step * handed.shape[0]
+        rows = rows + offset // step if inside else np.full_like(rows, OUTSIDE)
+    if stored_to is None:
         return rows
-    step = handed.stride(0) * handed.element_size()
-    offset = k.data_ptr() - handed.data_ptr()
-    return rows + offset // step if 0 <= offset < step * handed.shape[0] else np.full_like(rows, OUTSIDE)
+    known = (rows >= 0) & (rows < len(stored_to))
+    return np.where(known, stored_to[np.where(known, rows, 0)], OUTSIDE)
 
 
 def _pool_slots(

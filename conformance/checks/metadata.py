@@ -98,13 +98,14 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
     decoded: list[tuple[Attended, ReadSpan]] = []
     found: list[Finding] = []
     k_pool, v_pool = pool.k_cache(layer), pool.v_cache(layer)
+    out_loc = tensors.out_loc if trial.case.level == "engine" else None
     plainly = len(calls) == 1 and is_plain(trial.case, tensors, calls[0], handed, k_pool, v_pool)
     for call in calls:
         attended = call.attended
         if attended is None:
             continue
         if not plainly:
-            spans = read_spans(trial.case, attended, handed, k_pool, v_pool)
+            spans = read_spans(trial.case, attended, handed, k_pool, v_pool, out_loc)
             decoded += [(attended, span) for span in spans]
         found += _scalars(trial, attended, step, layer)
     if plainly or _as_asked(trial, tensors, decoded):
@@ -113,6 +114,7 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
     if wrong is None:
         return found
     request, message = wrong
+    whole = calls if len(calls) == 1 else []  # where several share a layer's work, no array is as for one
     fields = [
         Finding(
             check=NAME,
@@ -122,7 +124,7 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
             field=field.field,
             message=field.message,
         )
-        for call in calls
+        for call in whole
         for field in wrong_fields(trial.case, tensors, _plan_of(trial, call), call, _page_size(call))
     ]
     return [*found, *fields, Finding(check=NAME, step=step, layer=layer, request=request, message=message)]
