@@ -102,6 +102,10 @@ class KVPool(Protocol):
         """Write k, v `[num_tokens, num_kv_heads, dim]` to the slots `out_loc` (int32 `[num_tokens]`)."""
         ...
 
+    def stored(self) -> None:
+        """Instead of `store_kv`: say that the backend itself has written this layer's k and v to `out_loc`."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:

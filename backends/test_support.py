@@ -31,6 +31,9 @@ class SmallPool:
             by_slot = cache if self.layout == "NHD" else cache.transpose(1, 2)
             by_slot[pages, offsets] = new
 
+    def stored(self) -> None:
+        """Nothing keeps a record here."""
+
 
 def small_engine(
     page_table: torch.Tensor,
