@@ -6,6 +6,7 @@ suite is collected.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="which simulated CUDA device backends see that need a library (default: auto)",
     )
     group.addoption(
+        "--isolate",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="ask in worker processes, so that a crash or a hang costs one case (default: for real libraries, and "
+        "where --workers or --deadline is given)",
+    )
+    group.addoption(
+        "--workers", type=int, metavar="N", help="worker processes (default: one a GPU, else one)"
+    )
+    group.addoption(
+        "--deadline",
+        type=float,
+        metavar="SECONDS",
+        help="what one case on one backend may take before its worker is killed (default: 60)",
+    )
+    group.addoption(
         "--cases",
         type=int,
         default=DEFAULT_CASES,
@@ -81,11 +98,17 @@ def pytest_configure(config: pytest.Config) -> None:
         results(config)
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    computed = config.stash.get(_RESULTS, None)
+    if computed is not None:
+        computed.close()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """From elsewhere, `--pyargs conformance` means the suite, not this package's own tests."""
     if config.rootpath == _HOME or not collection_path.name.startswith("test_"):
         return None
-    return True if collection_path.parent in _FOLDERS and collection_path != _SUITE else None
+    return True if _FOLDERS & {*collection_path.parents} and collection_path != _SUITE else None
 
 
 _FOLDERS = {_HOME / room for room in ROOMS}
@@ -138,6 +161,11 @@ def _results(config: pytest.Config) -> Results:
             "--cases, --sessions and --case-seed must be at least 0, "
             f"got {option('cases')}, {option('sessions')} and {option('case_seed')}"
         )
+    workers, deadline = option("workers"), option("deadline")
+    if (workers is not None and workers < 1) or (deadline is not None and not 0 < deadline < float("inf")):
+        raise pytest.UsageError(
+            f"--workers must be at least 1 and --deadline more than 0, got {workers} and {deadline}"
+        )
     from conformance.choices import WRONG_USAGE
     from conformance.suite import Results
 
@@ -147,6 +175,9 @@ def _results(config: pytest.Config) -> Results:
             library=option("library"),
             mode=option("conformance_mode"),
             device_sim=option("device_sim"),
+            isolate=option("isolate"),
+            workers=workers,
+            deadline=deadline,
             cases=option("cases"),
             sessions=option("sessions"),
             seed=option("case_seed"),

@@ -7,9 +7,12 @@ and is refused.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,20 +80,39 @@ def own_version() -> str:
         return "not installed"
 
 
+@dataclass
+class Resumed:
+    """Of an earlier run's report: its verdicts by backend and digest (32 digits), and how far into the file these reach
+    (`conformance.resume`).
+
+    `lines` counts those on file, which are not to be written again.
+    """
+
+    size: int = 0
+    known: dict[tuple[str, str], Verdict] = field(default_factory=dict[tuple[str, str], Verdict])
+    lines: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+
+
 class Writer:
     """Appends lines to a file, each flushed. Leaving the context writes the footer.
 
     An exception other than KeyboardInterrupt is a fault of the harness: then there is no footer.
+    With `resumed`, the file goes on behind the verdicts that it has, and these are not written again.
     """
 
-    def __init__(self, path: str | Path, header: Header) -> None:
+    def __init__(self, path: str | Path, header: Header, resumed: Resumed | None = None) -> None:
         self._verdicts = self._failed = self._unsupported = 0
+        self._on_file = Counter[tuple[str, str]]() if resumed is None else resumed.lines.copy()
         self.interrupted = False
         try:
-            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - closed on exit
+            if resumed is not None:
+                os.truncate(path, resumed.size)
+            mode = "w" if resumed is None else "a"
+            self._file = Path(path).open(mode, encoding="utf-8")  # noqa: SIM115 - closed on exit
         except OSError as error:
             raise ReportError(f"{path}: cannot be written ({error.strerror})") from None
-        self._write(header)
+        if resumed is None:
+            self._write(header)
 
     def verdict(self, case: Case, verdict: Verdict, *, shrunk: bool = False) -> None:
         """One line for one verdict."""
@@ -114,6 +136,9 @@ class Writer:
             self._verdicts += 1
             self._failed += failed
             self._unsupported += verdict.unsupported is not None
+            if self._on_file[verdict.backend, line["digest"]] > 0:
+                self._on_file[verdict.backend, line["digest"]] -= 1
+                return
         self._line(json.dumps(line, separators=(",", ":")))
 
     def reached(self, level: Level, reached: Reached) -> None:
@@ -161,7 +186,7 @@ def read(path: str | Path) -> Report:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from None
-    parsed = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    parsed = [parse_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
     if not parsed or not isinstance(parsed[0], Header):
         raise ReportError(f"{path}: does not begin with a header, so it is no report")
     if not isinstance(parsed[-1], Footer):
@@ -177,7 +202,12 @@ def read(path: str | Path) -> Report:
     )
 
 
-def _parse(text: str, where: str) -> Line:
+def parse_line(text: str, where: str) -> Line:
+    """One line of a report. `where` stands before the message of an error.
+
+    Raises:
+        ReportError: no JSON, unknown, or broken.
+    """
     try:
         plain: Any = json.loads(text)
     except json.JSONDecodeError as error:

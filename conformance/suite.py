@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from contextlib import ExitStack
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
 from backends.libraries import LibraryKind
 from conformance.campaign import Campaign
 from conformance.choices import NEEDS_FULL_DEVICE, TraceBatches, chosen_backends, trace_batches
+from conformance.isolation.session import IsolatedSession, open_session
 from conformance.matrix import matrix
 from conformance.render import render
-from conformance.session import Session
 from fakes.recorder import Mode
 
 TRACE_BATCHES = 200
@@ -26,6 +27,7 @@ class Results:
         named: backends; none: all built-in ones and two hybrids.
         cases: random cases per backend. sessions: random sessions per engine-level backend. seed: draws them.
         trace: a request trace whose batches are asked too.
+        isolate, workers, deadline: see `conformance.isolation.session.open_session`.
         folder: where cases are written that are too long for a replay line.
 
     Raises:
@@ -38,7 +40,10 @@ class Results:
         *,
         library: LibraryKind,
         mode: Mode,
-        device_sim: str,
+        device_sim: Literal["auto", "light", "full"],
+        isolate: bool | None = None,
+        workers: int | None = None,
+        deadline: float | None = None,
         cases: int,
         sessions: int,
         seed: int,
@@ -50,18 +55,34 @@ class Results:
         self._trace = (
             TraceBatches() if trace is None else trace_batches(trace, count=TRACE_BATCHES, seed=seed)
         )
-        self._options = {"library": library, "mode": mode, "device_sim": device_sim}
-        with self._session() as session:
-            self.device = session.device
+        self._session = partial(
+            open_session,
+            self.names,
+            library=library,
+            mode=mode,
+            device_sim=device_sim,
+            isolate=isolate,
+            workers=workers,
+            deadline=deadline,
+            folder=folder,
+        )
+        self._open = ExitStack()
+        session = self._open.enter_context(self._session())
+        self._isolated = session if isinstance(session, IsolatedSession) else None
+        self.device = session.device
+        if self._isolated is None:
+            self._open.close()  # other tests of this process run meanwhile
 
-    def _session(self) -> Session:
-        return Session(self.names, **self._options)  # type: ignore[arg-type]
+    def close(self) -> None:
+        """End worker processes, if there are any."""
+        self._open.close()
 
     @cached_property
     def _asked(self) -> tuple[dict[Stage, Campaign], dict[tuple[Stage, str, str], str]]:
         """Campaigns by stage, and the text of each failure by stage, backend and check."""
         texts: dict[tuple[Stage, str, str], str] = {}
-        with self._session() as session:
+        with self._open:
+            session = self._isolated or self._open.enter_context(self._session())
             campaigns: dict[Stage, Campaign] = {
                 "smoke": Campaign(session.askers, smoke=True),
                 "corpus": Campaign(session.askers, named=True),

@@ -77,6 +77,9 @@ class Options:
             "sessions": 1,
             "case_seed": 0,
             "trace_file": None,
+            "isolate": False,
+            "workers": None,
+            "deadline": None,
         } | options
 
     def getoption(self, name: str) -> object:
@@ -90,6 +93,8 @@ class Options:
         ("backend", ["mine:Nobody"], "backend 'mine:Nobody': module mine has no attribute Nobody"),
         ("backend", ["cases.mine:Right"], "backend 'cases.mine:Right': module cases.mine does not import: "),
         ("library", "real", "this process runs on fake libraries; real ones need a process of their own"),
+        ("workers", 0, "--workers must be at least 1 and --deadline more than 0, got 0 and None"),
+        ("deadline", 0.0, "--workers must be at least 1 and --deadline more than 0, got None and 0.0"),
         ("trace_file", "none.csv", "none.csv: cannot be read (No such file or directory)"),
         ("cases", -1, "--cases, --sessions and --case-seed must be at least 0, got -1, 1 and 0"),
     ],

@@ -12,10 +12,10 @@ from cases.model import Case
 from conformance.choices import UsageError, chosen_backends
 from conformance.cli.usage import add_backend_options, session_options
 from conformance.examine import examine
+from conformance.isolation.session import open_session
 from conformance.outcome import Verdict
 from conformance.question import Question
 from conformance.render import render
-from conformance.session import Session
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     question = Question(case)
     failed = asked = False
     reasons: list[str] = []
-    with Session(chosen_backends(args.backends), **session_options(args)) as session:
+    with open_session(chosen_backends(args.backends), **session_options(args)) as session:
         for asker in session.askers:
             verdict = examine(question, asker)
             if verdict.unsupported is not None:

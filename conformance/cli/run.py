@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 from conformance import report
 from conformance.campaign import Campaign
@@ -20,9 +21,11 @@ from conformance.choices import (
 )
 from conformance.cli.replay import read_case
 from conformance.cli.usage import add_backend_options, at_least, session_options
+from conformance.isolation.journal import left_behind
+from conformance.isolation.session import open_session
 from conformance.matrix import matrix
-from conformance.render import render
-from conformance.session import Session
+from conformance.render import FOLDER, render
+from conformance.resume import resume
 
 DEFAULT_CASES = 300
 DEFAULT_SESSIONS = 30
@@ -73,6 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--case", action="append", default=[], metavar="FILE", dest="case_files", help="ask this case too"
     )
     parser.add_argument("--report", metavar="FILE", help="write a report, as JSON lines")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the report of a run that was cut: what it has is not asked again",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -83,8 +91,10 @@ def main(args: argparse.Namespace) -> int:
     sessions = args.sessions if args.sessions is not None else 0 if only else DEFAULT_SESSIONS
     names = chosen_backends(args.backends)
     require_checks(args.checks)
+    if args.resume and args.report is None:
+        raise UsageError("--resume is about a report: it needs --report FILE")
     with ExitStack() as stack:
-        session = stack.enter_context(Session(names, **session_options(args)))
+        session = stack.enter_context(open_session(names, **session_options(args)))
         head = report.header(
             command=sys.argv,
             backends=names,
@@ -93,8 +103,10 @@ def main(args: argparse.Namespace) -> int:
             mode=args.mode,
             seed=args.seed,
         )
-        writer = stack.enter_context(report.Writer(args.report, head)) if args.report else None
+        resumed = resume(args.report, head) if args.resume else None
+        writer = stack.enter_context(report.Writer(args.report, head, resumed)) if args.report else None
         print(_head_text(head, count, sessions, trace), flush=True)
+        _tell_earlier(resumed)
         campaign = Campaign(
             session.askers,
             count=count,
@@ -105,6 +117,7 @@ def main(args: argparse.Namespace) -> int:
             given=[*given, *trace.cases],
             checks=args.checks or None,
             told=None if writer is None else writer.verdict,
+            known=None if resumed is None else resumed.known,
         )
         interrupted = _run(campaign)
         if writer is not None:
@@ -142,6 +155,14 @@ def _head_text(head: report.Header, count: int, sessions: int, trace: TraceBatch
     for label, line in zip(("trace", *[""] * len(trace.lines)), trace.lines, strict=False):
         lines.append(f"{label:12} {line}")
     return "\n".join(lines)
+
+
+def _tell_earlier(resumed: report.Resumed | None) -> None:
+    """What is left of earlier runs."""
+    if resumed is not None:
+        print(f"resumed      {resumed.lines.total()} verdicts are in the report and not asked again")
+    for left in left_behind(Path(FOLDER)):
+        print(f"left behind  a case that {left.why}: conformance replay {left.file}")
 
 
 def _run(campaign: Campaign) -> bool:

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from conformance.isolation.deadlines import DEFAULT_CASE
+
 
 def add_backend_options(parser: argparse.ArgumentParser, default: str) -> None:
     """Which backends, on which libraries and which device."""
@@ -37,6 +39,35 @@ def add_backend_options(parser: argparse.ArgumentParser, default: str) -> None:
         default="auto",
         help="which simulated CUDA device the backends see that need a library (default: auto)",
     )
+    parser.add_argument(
+        "--isolate",
+        action=argparse.BooleanOptionalAction,
+        help="ask in worker processes, so that a crash or a hang costs one case (default: for real libraries, and "
+        "where --workers or --deadline is given)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=at_least(1),
+        metavar="N",
+        help="worker processes (default: one a GPU, else one)",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=seconds,
+        metavar="SECONDS",
+        help=f"what one case on one backend may take before its worker is killed (default: {DEFAULT_CASE:g})",
+    )
+
+
+def seconds(text: str) -> float:
+    """An argparse type: seconds, more than none."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+    return value
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -55,5 +86,6 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def session_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What a `Session` is given besides the names."""
-    return {"library": args.library, "mode": args.mode, "device_sim": args.device_sim}
+    """What `conformance.isolation.session.open_session` is given besides the names."""
+    names = ("library", "mode", "device_sim", "isolate", "workers", "deadline")
+    return {name: getattr(args, name) for name in names}

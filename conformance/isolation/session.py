@@ -108,6 +108,7 @@ def open_session(
     isolate: bool | None = None,
     workers: int | None = None,
     deadline: float | None = None,
+    folder: str | Path = FOLDER,
     library: LibraryKind = "fake",
     **options: Any,
 ) -> Session | IsolatedSession:
@@ -116,7 +117,9 @@ def open_session(
     if isolate is None:
         isolate = library == "real" or workers is not None or deadline is not None
     if isolate:
-        return IsolatedSession(names, library=library, workers=workers, deadline=deadline, **options)
+        return IsolatedSession(
+            names, library=library, workers=workers, deadline=deadline, folder=folder, **options
+        )
     return Session(names, library=library, **options)
 
 
