@@ -55,6 +55,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="which simulated CUDA device backends see that need a library (default: auto)",
     )
     group.addoption(
+        "--engine-path",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="where the package of an engine lies that a backend adapts; may be repeated",
+    )
+    group.addoption(
         "--isolate",
         action=argparse.BooleanOptionalAction,
         default=None,
@@ -91,6 +98,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu: needs no GPU")
     config.addinivalue_line("markers", "gpu: needs a GPU and the real kernel libraries")
+    config.addinivalue_line("markers", "engine: needs an engine that is installed (make engine)")
     asked = (
         config.getoption("backend") or config.getoption("trace_file") or config.getoption("library") != "fake"
     )
@@ -118,7 +126,7 @@ _FOLDERS = {_HOME / room for room in ROOMS}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         ours = any(folder in item.path.parents for folder in _FOLDERS)
-        if ours and item.get_closest_marker("gpu") is None:
+        if ours and not any(item.get_closest_marker(other) for other in ("gpu", "engine")):
             item.add_marker(pytest.mark.cpu)
 
 
@@ -166,10 +174,13 @@ def _results(config: pytest.Config) -> Results:
         raise pytest.UsageError(
             f"--workers must be at least 1 and --deadline more than 0, got {workers} and {deadline}"
         )
+    from backends.engines.path import look_in
     from conformance.choices import WRONG_USAGE
     from conformance.suite import Results
 
     try:
+        for folder in option("engine_path"):
+            look_in(folder)
         return Results(
             option("backend"),
             library=option("library"),

@@ -9,6 +9,18 @@ from typing import Any
 from conformance.isolation.deadlines import DEFAULT_CASE
 
 
+def engine_path(folder: str) -> str:
+    """An argparse type: a folder that engines are then found in."""
+    from backends.engines.path import look_in
+    from backends.registry import BackendError
+
+    try:
+        look_in(folder)
+    except BackendError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return folder
+
+
 def add_backend_options(parser: argparse.ArgumentParser, default: str) -> None:
     """Which backends, on which libraries and which device."""
     parser.add_argument(
@@ -38,6 +50,14 @@ def add_backend_options(parser: argparse.ArgumentParser, default: str) -> None:
         choices=("auto", "light", "full"),
         default="auto",
         help="which simulated CUDA device the backends see that need a library (default: auto)",
+    )
+    parser.add_argument(
+        "--engine-path",
+        action="append",
+        type=engine_path,
+        metavar="DIR",
+        help="where the package of an engine lies that a backend adapts: a folder that it was installed into, or a "
+        "checkout; may be repeated",
     )
     parser.add_argument(
         "--isolate",
