@@ -9,7 +9,7 @@ import torch
 from fakes import cuda
 
 
-class NoGPU(RuntimeError):  # noqa: N818 - told to the user as it is
+class NoGPU(cuda.DeviceUnavailable):
     """No real CUDA device answers; the message says why."""
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +20,7 @@ from reference import (
     exact_tolerance,
     least_budget,
     low_precision,
+    lse_budget,
     paged_attention,
 )
 
@@ -31,6 +34,29 @@ class Answer:
     exact_tolerance: float
 
 
+class Budgets(NamedTuple):
+    """How far the output and the LSE of one layer may be from the answer."""
+
+    out: Budget
+    lse: Budget
+
+
+LARGE = 1 << 17
+"""Scores of one layer from which on a GPU answers it: below, starting its kernels takes longer than computing here."""
+_gpu: torch.device | None = None
+
+
+@contextmanager
+def large_answers_on(device: torch.device) -> Generator[None]:
+    """Compute the oracle's answers to large cases, and their budgets, on this device within the block."""
+    global _gpu  # noqa: PLW0603 - like the device itself, one for the whole process
+    before, _gpu = _gpu, device
+    try:
+        yield
+    finally:
+        _gpu = before
+
+
 class Question:
     """One case and, on demand, its tensors and its answers. `values_of` lends q, k and v (see `checks.relations`)."""
 
@@ -38,7 +64,7 @@ class Question:
         self.case = case
         self._tensors = tensors
         self._answers: dict[tuple[int, int], Answer] = {}
-        self._budgets: dict[tuple[int, int], Budget] = {}
+        self._budgets: dict[tuple[int, int], Budgets] = {}
 
     @cached_property
     def tensors(self) -> CaseTensors:
@@ -49,7 +75,10 @@ class Question:
         return digest(self.case)
 
     def answer(self, step: int, layer: int) -> Answer:
-        """The oracle's answer for one layer of one step. All layers are computed at once, as heads of one attention."""
+        """The oracle's answer for one layer of one step, on the host. All layers are computed at once, as heads of one
+        attention; those of a large step one by one, on the GPU if there is one."""
+        if (step, layer) not in self._answers and _gpu is not None and self._is_large(step):
+            self._answer_on(_gpu, step, layer)
         if (step, layer) not in self._answers:
             t, layers = self.tensors.steps[step], self.case.num_layers
             state = paged_attention(
@@ -60,6 +89,21 @@ class Question:
             for index, (out, lse) in enumerate(parts):
                 self._answers[step, index] = Answer(state._replace(out=out, lse=lse), tolerance)
         return self._answers[step, layer]
+
+    def _is_large(self, step: int) -> bool:
+        t = self.tensors.steps[step].step
+        pairs = sum(qo * kv for qo, kv in zip(t.qo_lens, t.kv_lens, strict=True))
+        return pairs * self.case.heads.num_qo_heads >= LARGE
+
+    def _answer_on(self, device: torch.device, step: int, layer: int) -> None:
+        """Answer and budgets of one layer, computed on a device."""
+        t, batch = self.tensors.steps[step], self._batch(self.tensors.steps[step])
+        q, k, v = (x[layer].to(device) for x in (t.q, t.k_all, t.v_all))
+        state = paged_attention(q, k, v, **batch)
+        budgets = self._budgets_of(state, low_precision(q, k, v, dtype=t.q.dtype, **batch))
+        self._budgets[step, layer] = Budgets(*(_on_host(budget) for budget in budgets))
+        state = state._replace(out=state.out.cpu(), lse=state.lse.cpu())
+        self._answers[step, layer] = Answer(state, exact_tolerance(state.max_score, state.max_v))
 
     def _batch(self, t: StepTensors) -> dict[str, Any]:
         """What the oracle and its twin are told beside q, k and v."""
@@ -82,19 +126,36 @@ class Question:
 
     def budget(self, step: int, layer: int) -> Budget:
         """How far a result in the case's dtype may be from the answer: measured on the low-precision twin."""
-        key = (step, layer)
-        if key not in self._budgets:
+        return self._budgets_at(step, layer).out
+
+    def lse_budget(self, step: int, layer: int) -> Budget:
+        """The same for a float32 LSE, in nats."""
+        return self._budgets_at(step, layer).lse
+
+    def _budgets_at(self, step: int, layer: int) -> Budgets:
+        state = self.answer(step, layer).state
+        if (step, layer) not in self._budgets:
             t = self.tensors.steps[step]
-            dtype = getattr(torch, self.case.dtype)
-            twin = low_precision(t.q[layer], t.k_all[layer], t.v_all[layer], dtype=dtype, **self._batch(t))
-            state = self.answer(step, layer).state
-            self._budgets[key] = error_budget(
-                state, twin, dtype=dtype, max_score=state.max_score, max_v=state.max_v
+            twin = low_precision(
+                t.q[layer], t.k_all[layer], t.v_all[layer], dtype=t.q.dtype, **self._batch(t)
             )
-        return self._budgets[key]
+            self._budgets[step, layer] = self._budgets_of(state, twin)
+        return self._budgets[step, layer]
+
+    def _budgets_of(self, state: AttentionState, twin: AttentionState) -> Budgets:
+        score, dtype = state.max_score, getattr(torch, self.case.dtype)
+        return Budgets(
+            error_budget(state, twin, dtype=dtype, max_score=score, max_v=state.max_v),
+            lse_budget(state, twin, max_score=score),
+        )
 
     def step(self, step: int) -> StepTensors:
         return self.tensors.steps[step]
+
+
+def _on_host(budget: Budget) -> Budget:
+    max_abs = budget.max_abs
+    return budget._replace(max_abs=max_abs.cpu()) if isinstance(max_abs, torch.Tensor) else budget
 
 
 def _side_by_side(x: torch.Tensor) -> torch.Tensor:

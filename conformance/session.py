@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -12,9 +13,10 @@ from typing import Any, Literal, Self
 import torch
 from threadpoolctl import threadpool_limits  # pyright: ignore[reportMissingTypeStubs]
 
-from backends.libraries import DISTRIBUTIONS, Answer, LibraryError, LibraryKind, answered, use
+from backends.libraries import DISTRIBUTIONS, Answer, LibraryKind, answered, use
 from backends.registry import BackendSpec, resolve, spec_of
-from conformance.machine import Machine
+from conformance.machine import GPU, Machine
+from conformance.question import large_answers_on
 from conformance.trial import Asker
 from fakes import cuda
 from fakes.recorder import Mode
@@ -26,12 +28,14 @@ class Session:
     Args:
         names: backends as `backends.registry.resolve` takes them, or classes.
         library: "fake" or "real": which kind of kernel library answers.
-        mode: how the fakes behave (`fakes.recorder`).
+        mode: how the fakes behave (`fakes.recorder`); real libraries are faithful to themselves.
         device_sim: which simulated device: "auto", "light" or "full".
+
+    With real libraries every backend runs on the first GPU that this process sees.
 
     Raises:
         BackendError, LibraryError: a name or a library that cannot be had, in one sentence.
-        fakes.cuda.DeviceUnavailable: the simulated device cannot be had.
+        fakes.cuda.DeviceUnavailable: the simulated device, or a real one, cannot be had.
     """
 
     def __init__(
@@ -42,17 +46,16 @@ class Session:
         mode: Mode = "strict",
         device_sim: Literal["auto", "light", "full"] = "auto",
     ) -> None:
-        if library == "real":
-            use(library, DISTRIBUTIONS)
-            raise LibraryError(
-                "real libraries run on a GPU, and this release asks none: use --library fake for a CPU verdict"
-            )
-        use(library, DISTRIBUTIONS)
-        self.mode: Mode = mode
+        use(library, DISTRIBUTIONS if library == "fake" else ())
+        self._real = library == "real"
+        self.mode: Mode = "faithful" if self._real else mode
         self._device_sim: Literal["auto", "light", "full"] = device_sim
         self.specs: list[BackendSpec] = [
             resolve(name) if isinstance(name, str) else spec_of(name) for name in names
         ]
+        self._needed = {name for spec in self.specs for name in spec.capabilities.library}
+        if self._real:
+            use(library, self._needed & DISTRIBUTIONS.keys())
         self.askers: list[Asker] = []
         self.libraries: dict[str, Answer] = {}
         self._stack = ExitStack()
@@ -74,22 +77,30 @@ class Session:
         gc.set_threshold(50_000, 20, 20)  # a case makes and drops thousands of objects, few of them in cycles
         gc.freeze()
         self._stack.callback(gc.unfreeze)
-        simulated: Machine | None = None
+        device = self._open_gpu() if self._real else None
         for spec in self.specs:
-            if spec.capabilities.library and simulated is None:
+            captured = spec.capabilities.cuda_graph and self._device_sim == "full"
+            on_device = bool(self._real or spec.capabilities.library or captured)
+            if on_device and device is None:
                 simulation = self._stack.enter_context(cuda.simulated_cuda(self._device_sim))
                 self._stack.enter_context(cuda.paused())
-                simulated = Machine(simulation)
-            machine = simulated if spec.capabilities.library and simulated else Machine(None)
+                device = Machine(simulation)
+            machine = device if on_device and device is not None else Machine(None)
             self.askers.append(Asker(spec, machine, self.mode))
         for spec in self.specs:  # of an engine: its import, and the releases that it pins
             environment = getattr(spec.factory, "environment", None)
             if environment is not None:
                 self._stack.enter_context(environment())
-        needed = {name for spec in self.specs for name in spec.capabilities.library}
-        for library in sorted(needed & DISTRIBUTIONS.keys()):
+        for library in sorted(self._needed & DISTRIBUTIONS.keys()):
             importlib.import_module(library)  # which one answers must be known before anything is asked
         self.libraries = answered()
+
+    def _open_gpu(self) -> Machine:
+        gpu = GPU()
+        self._stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*determinis")  # `GPU.running` makes torch speak of it
+        self._stack.enter_context(large_answers_on(gpu.device))
+        return gpu
 
     @property
     def device(self) -> str:

@@ -15,9 +15,9 @@ A file is `waivers/*.toml` beside the module of a backend or beside a package ar
     digest = "b10674d2cf1702c4966e22744ddc934f"
 
 `issue` is a public report, `rule` the rule of `fakes/contract/` that measured the fault; one of the two must stand
-there. `digest` pins a case, of the corpus or of a case file (`*.json`) beside the TOML. That case is asked in every run;
-when it passes, the waiver is stale and the run fails. Without `library` and `versions` a waiver always holds. `outcome`
-is how the check ends, "mismatch" unless it says otherwise: a wrong answer that is known does not excuse a crash.
+there. `digest` pins a case, of the corpus or of a case file (`*.json`) beside the TOML. That case is asked in every
+run; when it passes, the waiver is stale and the run fails. Without `library` and `versions` a waiver always holds.
+`outcome` is how the check ends, "mismatch" unless it says otherwise: a wrong answer that is known excuses no crash.
 """
 
 from __future__ import annotations

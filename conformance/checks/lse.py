@@ -49,6 +49,10 @@ def _layer(trial: Trial, handed: LayerRun, step: int, layer: int) -> list[Findin
     scale = 1.0 + answer.state.max_score
     allowed = answer.exact_tolerance if exact else _FLOAT32_STEPS * np.finfo(np.float32).eps * scale
     wrong = elements(got, want, float(max(allowed, np.finfo(np.float64).eps * 64 * scale)))
+    if wrong is not None and trial.asker.machine.real and (step, layer) not in trial.first.answers:
+        # fa2 sums the rounded weights: only the twin knows how far that is off
+        wide = to_base(torch.as_tensor(trial.question.lse_budget(step, layer).max_abs), base)
+        wrong = elements(got, want, wide.numpy())
     if wrong is None:
         return []
     request, message = describe(wrong, tensors, "the LSE")
