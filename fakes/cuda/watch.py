@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import PurePath
 from types import FrameType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +60,40 @@ def host_waits(what: str) -> None:
     """Tell whoever watches that this line of the program makes the host wait for the device."""
     for watcher in watchers:
         if watcher.wants_waits:
-            watcher.host_waits(HostWait(what, line()))
+            watcher.host_waits(HostWait(what, str(line())))
 
 
 _OURS = ("fakes", "flashinfer", "sgl_kernel")
 _THEIRS = ("torch", "numpy", "contextlib", "functools", "ctypes", "threading")
 
 
-def line() -> str:
-    """The line of the program that is running: the innermost frame that is neither ours nor torch's."""
+class Line(NamedTuple):
+    """A line of a program. In words: file with its folder, number, function."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{_short(self.file)}:{self.number} in {self.function}" if self.number else "an unknown line"
+
+
+@lru_cache(maxsize=1024)
+def _short(file: str) -> str:
+    return "/".join(PurePath(file).parts[-2:])
+
+
+@lru_cache(maxsize=1024)
+def _is_passed_over(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root in _THEIRS or (root in _OURS and ".test_" not in module)
+
+
+def line() -> Line:
+    """The line of the program that is running: of the innermost frame that is neither ours nor torch's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name: str = frame.f_globals.get("__name__", "")
-        root = name.partition(".")[0]
-        if root not in _THEIRS and (root not in _OURS or ".test_" in name):
-            code = frame.f_code
-            return f"{'/'.join(PurePath(code.co_filename).parts[-2:])}:{frame.f_lineno} in {code.co_name}"
+        if not _is_passed_over(frame.f_globals.get("__name__", "")):
+            return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
-    return "an unknown line"
+    return Line("", 0, "")

@@ -24,7 +24,7 @@ class Staged:
     bytes."""
 
     work: Work
-    where: str
+    where: watch.Line
     ran: list[tuple[Any, int, int]]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -41,7 +42,7 @@ class Copy:
     start: int
     end: int
     content: bytes
-    where: str
+    where: watch.Line | None
     settled: bool = False
     """Reported, or followed by another copy of these bytes: nothing more is to be found out about it."""
 
@@ -65,7 +66,8 @@ class Copies:
         self._streams = streams
         self._protect = protect
         self._traps = traps
-        self._in_flight: list[Copy] = []
+        self._in_flight: dict[int, list[Copy]] = {}
+        """By pinned block."""
 
     def copying(
         self, kind: Kind, host_side: torch.Tensor, device_side: torch.Tensor, non_blocking: bool, pinned: bool
@@ -90,10 +92,10 @@ class Copies:
         """
         block = host_side.untyped_storage().data_ptr()
         start, end = host_side.data_ptr(), host_side.data_ptr() + host_side.nbytes
-        for copy in self._in_flight:
-            if copy.block != block:
-                continue
+        before = self._in_flight.get(block, ())
+        if before:
             self._protect(block, READ_WRITE)
+        for copy in before:
             if copy.kind == "h2d" == kind or end <= copy.start or copy.end <= start:
                 continue
             if copy.kind == "d2h":
@@ -116,18 +118,21 @@ class Copies:
             start=start,
             end=start + size,
             content=ctypes.string_at(start, size),
-            where=watch.line() if watched else "",
+            where=watch.line() if watched else None,
         )
         if kind == "d2h":
             ctypes.memmove(start, _garbage(host_side.dtype, copy.content), size)
-        self._in_flight.append(copy)
+        self._in_flight.setdefault(copy.block, []).append(copy)
         self._streams.enqueue(lambda: self._finish(copy))
         self._shield(copy.block)
 
     def _finish(self, copy: Copy) -> None:
         """The host has waited for this copy."""
         self.report_trapped()
-        self._in_flight.remove(copy)
+        others = self._in_flight[copy.block]
+        others.remove(copy)
+        if not others:
+            del self._in_flight[copy.block]
         if copy.storage.data_ptr() != copy.block:
             return  # resized since: the pinned block is gone
         self._protect(copy.block, READ_WRITE)
@@ -145,7 +150,7 @@ class Copies:
 
     def _shield(self, block: int) -> None:
         """Protect a block as the copies in flight from and to it demand; those settled already do not."""
-        kinds = {copy.kind for copy in self._in_flight if copy.block == block and not copy.settled}
+        kinds = {copy.kind for copy in self._in_flight.get(block, ()) if not copy.settled}
         if kinds:
             self._protect(block, NONE if "d2h" in kinds else READ)
 
@@ -155,7 +160,7 @@ class Copies:
         The block stays open, or the access would trap again for ever.
         """
         for address, _, _ in self._traps():
-            for copy in self._in_flight:
+            for copy in chain.from_iterable(list(self._in_flight.values())):
                 if copy.start <= address < copy.end and not copy.settled:
                     copy.settled = True
                     self._report(copy)
