@@ -97,8 +97,9 @@ def test_ragged_refusals_and_findings(strict: recorder.Recorder) -> None:
     assert said(strict) == [("ignored_argument", None)]
     strict.findings.clear()
     out, _ = ragged(r, cu_seqlens_k=ints(0, 9, 14))
-    assert out[:3].isfinite().all()
-    assert out[3:].isnan().all()
+    k, v = (torch.cat((t, torch.zeros_like(t[:1]))) for t in (r.k[1], r.v[1]))  # what loads find behind k
+    close(out[:3], r.expected(causal=True)[0][:3])
+    close(out[3:], dense(r.q[3:], k, v, causal=True)[0])
     assert said(strict) == [("fa.cu_seqlens_k.rows", None)]
 
 

@@ -31,6 +31,12 @@ def words(tensor: torch.Tensor, bits: int = 32) -> np.ndarray:
     return raw.view(np.int32 if bits == 32 else np.int64)
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """What `tensor.to("cpu")` gives planners: a contiguous copy of a device tensor, a host tensor itself."""
+    plain = cuda.host(tensor)
+    return plain.contiguous() if cuda.current() is None or cuda.on_device(tensor) else plain
+
+
 def first(array: np.ndarray, count: int, argument: str) -> list[int]:
     """The first `count` entries, as a kernel reads them.
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fakes import attend as numbers
-from fakes import cuda, releases
+from fakes import releases
 from fakes.flashinfer import staging
 from fakes.flashinfer.plans import Plan
 from fakes.recorder import Attended, Call, Span
@@ -298,7 +298,3 @@ def chunk_limits(plan: Plan, page_size: int) -> list[int] | None:
 def _cut_otherwise(plan: Plan, page_size: int) -> bool:
     """Whether KV was split for other lengths or pages than the run may have."""
     return plan.kernel != "fa3" and (plan.graph or page_size != plan.page_size) and plan.may_split()
-
-
-def on_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [cuda.host(t) for t in tensors]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fakes import cuda
-from fakes.recorder import Span
+from fakes.recorder import Span, reads_foreign
 
 
 def element_indptr(qo_indptr: torch.Tensor, kv_lens: torch.Tensor) -> np.ndarray:
@@ -28,10 +28,11 @@ def element_indptr(qo_indptr: torch.Tensor, kv_lens: torch.Tensor) -> np.ndarray
 def packed(mask: torch.Tensor, elements: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """(uint8 bits, little end first, each request from a byte of its own; int32 byte offsets).
 
-    What lies past the end of a mask that is too short is taken as False.
+    What lies past the end of a mask that is too short is read, here as False.
     """
     flat = cuda.host(mask).reshape(-1).numpy().astype(np.bool_)
     if flat.size < elements[-1]:
+        reads_foreign(f"custom_mask[{flat.size}] is read, the mask has {flat.size} elements")
         flat = np.concatenate((flat, np.zeros(int(elements[-1]) - flat.size, np.bool_)))
     blocks = [np.packbits(flat[a:b], bitorder="little") for a, b in pairwise(elements)]
     offsets = np.cumsum([0, *(block.size for block in blocks)]).astype(np.int32)

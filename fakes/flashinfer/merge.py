@@ -14,16 +14,20 @@ import torch
 from fakes import attend as numbers
 from fakes import cuda, recorder, releases
 from fakes.flashinfer.kernels import SENTINEL
-from fakes.flashinfer.wrapper import LIBRARY, check_on_device, poisoned
+from fakes.flashinfer.wrapper import LIBRARY, poisoned
+from fakes.modes import UndefinedRead
 
 
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two states into new tensors: v `[rows, num_heads, head_dim]`, s float32 `[rows, num_heads]`."""
+    """Merge two states into new tensors: v `[rows, num_heads, head_dim]`, s float32 `[rows, num_heads]`.
+
+    Raises:
+        RuntimeError: a tensor on the CPU, not contiguous, of another shape, or v neither fp16 nor bf16.
+    """
     with cuda.paused():
-        check_on_device(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
-        _check_contiguous(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
+        _check(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
         _record("merge_state", v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
         v, s = poisoned(tuple(v_a.shape), v_a.dtype), poisoned(tuple(s_a.shape), torch.float32)
     _pair_kernel(v_a, s_a, v_b, s_b, v, s, None)
@@ -42,8 +46,7 @@ def merge_state_in_place(
     An s of another dtype than float32 is merged in a copy: it keeps its old values.
     """
     with cuda.paused():
-        check_on_device(v=v, s=s, v_other=v_other, s_other=s_other)
-        _check_contiguous(v=v, s=s, v_other=v_other, s_other=s_other)
+        _check(v=v, s=s, v_other=v_other, s_other=s_other)
         record = _record("merge_state_in_place", v=v, s=s, v_other=v_other, s_other=s_other, mask=mask)
         target = s
         if s.dtype is not torch.float32:
@@ -61,8 +64,7 @@ def merge_state_in_place(
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge lists of states: v `[rows, states, num_heads, head_dim]`, s `[rows, states, num_heads]`."""
     with cuda.paused():
-        check_on_device(v=v, s=s)
-        _check_contiguous(v=v, s=s)
+        _check(v=v, s=s)
         _record("merge_states", v=v, s=s)
         rows, _, num_heads, dim = v.shape
         merged, lse = poisoned((rows, num_heads, dim), v.dtype), poisoned((rows, num_heads), torch.float32)
@@ -70,10 +72,37 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     return merged, lse
 
 
-def _check_contiguous(**tensors: torch.Tensor) -> None:
+def _check(**tensors: torch.Tensor) -> None:
+    """What the library checks of its states: v, s, and for a pair the other v and s.
+
+    Raises:
+        RuntimeError: the first check that fails.
+    """
     for name, tensor in tensors.items():
+        if not cuda.on_device(tensor):
+            _refuse(f"({name}.device().device_type == kDLCUDA)", f"{name} must be a CUDA tensor")
         if not cuda.host(tensor).is_contiguous():
-            raise RuntimeError(f"Check failed: ({name}.IsContiguous()) is false: {name} must be contiguous")
+            _refuse(f"({name}.IsContiguous())", f"{name} must be contiguous")
+    (v_name, v), (s_name, s), *others = tensors.items()
+    for name, tensor, rank in ((v_name, v, 3 if others else 4), (s_name, s, 2 if others else 3)):
+        if tensor.dim() != rank:
+            _refuse(f"({name}.ndim() == {rank})", f"{name} must be a {rank}D tensor")
+    for (name, other), (like_name, like) in zip(others, ((v_name, v), (s_name, s)), strict=False):
+        if other.shape != like.shape:
+            _refuse(f"({like_name}.shape == {name}.shape)", f"{tuple(like.shape)} and {tuple(other.shape)}")
+    if v.shape[:-1] != s.shape:
+        _refuse(f"({v_name}.size == {s_name}.size)", f"{tuple(v.shape)} and {tuple(s.shape)}")
+    record = recorder.current()
+    if v.dtype in _BUILT or (v.dtype is torch.float32 and record is not None and record.extended):
+        return
+    raise RuntimeError(f"failed to dispatch data type {v.dtype}")
+
+
+_BUILT = (torch.float16, torch.bfloat16)
+
+
+def _refuse(condition: str, words: str) -> None:
+    raise RuntimeError(f"Check failed: {condition} is false: {words}")
 
 
 def _record(name: str, **arguments: Any) -> recorder.Recorder | None:
@@ -81,6 +110,20 @@ def _record(name: str, **arguments: Any) -> recorder.Recorder | None:
     if record is not None:
         record.call(LIBRARY, name, "merge", 0, arguments)
     return record
+
+
+def _like(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    """Values as the kernel reads them: by the dtype of the first v, whatever their own.
+
+    Raises:
+        UndefinedRead: they end before the kernel does.
+    """
+    if tensor.dtype is dtype:
+        return _exact(tensor)
+    if tensor.element_size() < dtype.itemsize:
+        raise UndefinedRead(f"a v of {tensor.dtype} is read as {dtype}, past its end")
+    words = cuda.host(tensor).reshape(-1).view(dtype)[: tensor.numel()]
+    return words.reshape(tensor.shape).to(torch.float64).numpy()
 
 
 def _exact(tensor: torch.Tensor) -> np.ndarray:
@@ -107,7 +150,9 @@ def _pair_kernel(
         weight_a, weight_b = np.exp2(a - top), np.exp2(b - top)
         total = weight_a + weight_b
         divisor = np.where(total == 0.0, 1.0, total)
-        merged = (weight_a[..., None] * _exact(v_a) + weight_b[..., None] * _exact(v_b)) / divisor[..., None]
+        merged = (weight_a[..., None] * _exact(v_a) + weight_b[..., None] * _like(v_b, v_a.dtype)) / divisor[
+            ..., None
+        ]
     with np.errstate(divide="ignore"):
         lse = np.log2(total) + top
     untouched = None if mask is None else ~cuda.host(mask).numpy().astype(np.bool_)

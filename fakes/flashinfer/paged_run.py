@@ -156,6 +156,7 @@ def paged_kernel(
         page_size=launch.page_size,
         num_pages=k.shape[0],
         num_rows=q.shape[0],
+        slot_bytes=k.stride(2 if launch.layout == "HND" else 1) * k.element_size(),
         limits=chunk_limits(plan, launch.page_size),
     )
     custom: list[np.ndarray] | None = None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fakes import cuda, recorder, releases
-from fakes.flashinfer.arrays import first, words
+from fakes.flashinfer.arrays import first, on_host, words
 from fakes.flashinfer.schedule import Schedule, check_scratch, needs_no_split, plan_decode, plan_prefill
 from fakes.flashinfer.staging import Staged
 from fakes.modes import UndefinedRead, WouldCrash, illegal_access
@@ -190,11 +190,14 @@ def read_host(
         UndefinedRead: kv_indptr ends before its batch does.
     """
     if kv_indptr.dtype is torch.int64:  # a 64-bit kernel: int32 row offsets are read two at a time
-        qo = words(qo_indptr, 64)[: batch_size + 1]
-        qo = np.concatenate((qo, np.zeros(batch_size + 1 - qo.size, np.int64)))
-        return qo.tolist(), first(words(kv_indptr, 64), batch_size + 1, "kv_indptr")
-    qo = first(words(qo_indptr), batch_size + 1, "qo_indptr")
-    return qo, first(words(kv_indptr), batch_size + 1, "kv_indptr")
+        qo = words(on_host(qo_indptr), 64)[: batch_size + 1]
+        missing = batch_size + 1 - qo.size
+        if missing > 0:
+            recorder.reads_foreign(f"qo_indptr is read as 64-bit words, of which it has {qo.size}")
+        qo = np.concatenate((qo, np.zeros(missing, np.int64)))
+        return qo.tolist(), first(words(on_host(kv_indptr), 64), batch_size + 1, "kv_indptr")
+    qo = first(words(on_host(qo_indptr)), batch_size + 1, "qo_indptr")
+    return qo, first(words(on_host(kv_indptr)), batch_size + 1, "kv_indptr")
 
 
 def make_prefill(plan: Plan, workspace: torch.Tensor, kv_lens: torch.Tensor) -> None:
@@ -245,7 +248,7 @@ def read_decode_indptr(indptr: torch.Tensor, batch_size: int) -> list[int]:
         it.
         UndefinedRead: any other array that is too short.
     """
-    array = words(indptr)
+    array = words(on_host(indptr))
     if array.size == 1 and batch_size == 1:
         if releases.at_least("flashinfer", "0.7.2"):
             raise illegal_access("indptr[1] is read, the array has 1 entry")

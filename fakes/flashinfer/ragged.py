@@ -461,6 +461,9 @@ def _ragged_kernel(
     if not tokens_first:
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     read = spans.ragged(plan, qo_indptr, kv_indptr, k.shape[0], chunk_limits(plan, 1))
+    missing = max((int(span.slots[-1]) + 1 for span in read if len(span.slots)), default=0) - k.shape[0]
+    if missing > 0:  # fa3 alone
+        k, v = (torch.cat((t, t.new_zeros(missing, *t.shape[1:]))) for t in (k, v))
     custom = None
     if mask is not None and mask_indptr is not None:
         custom = masks.unpacked(cuda.host(mask), words(mask_indptr), read)

@@ -9,8 +9,9 @@ import torch
 
 from fakes.flashinfer.arrays import first, words
 from fakes.flashinfer.plans import Plan
-from fakes.modes import UndefinedRead, illegal_access
-from fakes.recorder import Span
+from fakes.modes import UndefinedRead
+from fakes.modes import outside as outside_of
+from fakes.recorder import Span, reads_foreign
 
 _NOTHING = np.empty(0, dtype=np.int64)
 
@@ -25,6 +26,7 @@ def paged(
     page_size: int,
     num_pages: int,
     num_rows: int,
+    slot_bytes: int,
     limits: Sequence[int] | None = None,
 ) -> tuple[Span, ...]:
     """Spans of a paged call. `qo_indptr` None: one row per request (CUDA-core decode).
@@ -33,11 +35,11 @@ def paged(
     from the
     plan instead. Token t of request i lies in page `indices[kv_indptr[i] + t // page_size]`; past the last
     entry of kv_indptr, fa2 and CUDA cores read the first slot of the pool, fa3 goes on reading `indices`.
-    `limits`: tokens per request that the plan's chunks reach.
+    `slot_bytes`: from slot to slot of the pool. `limits`: tokens per request that the plan's chunks reach.
 
     Raises:
-        UndefinedRead: an entry past the end of `indices`.
-        RuntimeError: a page outside of the pool, as CUDA words it.
+        UndefinedRead: an entry past the end of `indices`, or a page outside of the pool.
+        RuntimeError: a page too far away to find any memory, as CUDA words it.
     """
     kv, pages, last = words(kv_indptr), words(indices), words(last_page_len)
     qo = None if qo_indptr is None else words(qo_indptr)
@@ -66,7 +68,13 @@ def paged(
             for a, b, tail in zip(starts, starts[1:], tails, strict=False)
         ]
         last_entry = num_rows if plan.kernel == "cuda_core" else kv.size - 1
-        end = int(kv[last_entry]) * page_size if last_entry < kv.size else starts[-1] * page_size
+        if last_entry < kv.size:
+            end = int(kv[last_entry]) * page_size
+        else:
+            end = starts[-1] * page_size
+            reads_foreign(
+                f"paged_kv_indptr[{last_entry}] bounds the page ids that are read, the array has {kv.size} entries"
+            )
     if page_size == 1:
         slots = pages.astype(np.int64)
     else:
@@ -95,7 +103,7 @@ def paged(
         else:
             span = slots[begin:stop]
         spans.append(Span(rows[i], rows[i + 1], span if length else _NOTHING))
-    _check_pool(spans, slots, read_to, page_size, num_pages)
+    _check_pool(spans, slots, read_to, page_size, num_pages, slot_bytes)
     result = tuple(spans)
     plan.read = (key, result)
     return result
@@ -110,8 +118,10 @@ def ragged(
 ) -> tuple[Span, ...]:
     """Spans of a ragged call: request i's keys are rows kv_indptr[i] .. kv_indptr[i + 1] of k and v.
 
+    fa3 finds zeros past the end of k: its loads know how many rows there are.
+
     Raises:
-        RuntimeError: rows past the end of k, as CUDA words it.
+        UndefinedRead: fa2 reads rows past the end of k.
     """
     batch = plan.batch_size
     if plan.kernel == "fa3":
@@ -129,20 +139,26 @@ def ragged(
         if stop < begin or rows[i + 1] < rows[i]:
             spans.append(Span(rows[i], rows[i], _NOTHING))
             continue
-        if stop > num_tokens or begin < 0:
-            raise illegal_access(f"request {i} reads rows {begin} to {stop - 1} of k, which has {num_tokens}")
+        if stop > begin and (stop > num_tokens or begin < 0) and plan.kernel != "fa3":
+            raise UndefinedRead(f"request {i} reads rows {begin} to {stop - 1} of k, which has {num_tokens}")
         spans.append(Span(rows[i], rows[i + 1], np.arange(begin, stop)))
     return tuple(spans)
 
 
 def _check_pool(
-    spans: Sequence[Span], slots: np.ndarray, read_to: int, page_size: int, num_pages: int
+    spans: Sequence[Span],
+    slots: np.ndarray,
+    read_to: int,
+    page_size: int,
+    num_pages: int,
+    slot_bytes: int,
 ) -> None:
     read = slots[:read_to]
     if not read.size or (int(read.min()) >= 0 and int(read.max()) < num_pages * page_size):
         return
+    far = max(-int(read.min()), int(read.max()) - num_pages * page_size) * slot_bytes
     for i, span in enumerate(spans):
         outside = (span.slots < 0) | (span.slots >= num_pages * page_size)
         if outside.any():
             page = int(span.slots[int(outside.argmax())]) // page_size
-            raise illegal_access(f"request {i} reads page {page} of a pool of {num_pages} pages")
+            raise outside_of(far, f"request {i} reads page {page} of a pool of {num_pages} pages")

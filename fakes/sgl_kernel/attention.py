@@ -40,7 +40,7 @@ def merge_state_v2(
     record = recorder.current()
     if record is not None:
         record.call("sgl_kernel", "merge_state_v2", "merge", 0, given)
-    s_a, s_b = s_a.to(torch.float32), s_b.to(torch.float32)
+    s_a, s_b = _single(s_a), _single(s_b)
     dtype = v_a.dtype if v_merged is None else v_merged.dtype
     _check(v_a, s_a, v_b, s_b, dtype)
     exact, exact_lse = _merged(
@@ -68,6 +68,12 @@ def _merged(
         total = weight_a + weight_b
         v = v_a * (weight_a / total)[..., None] + v_b * (weight_b / total)[..., None]
         return v, np.log(total) + top
+
+
+def _single(s: torch.Tensor) -> torch.Tensor:
+    if s.dtype == torch.float32:
+        return s
+    return cuda.adopt(s.to(torch.float32)) if cuda.on_device(s) else s.to(torch.float32)
 
 
 def _exact(tensor: torch.Tensor) -> np.ndarray:

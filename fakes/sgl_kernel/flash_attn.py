@@ -34,7 +34,7 @@ def is_fa3_supported(device: Any = None) -> bool:
 
 def maybe_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     """x, copied unless its last dimension is contiguous."""
-    return x.contiguous() if x is not None and x.stride(-1) != 1 else x
+    return x if x is None else _dense_last(x)
 
 
 @cuda.kernel
@@ -262,4 +262,6 @@ def _say_ignored(given: dict[str, Any]) -> None:
 
 
 def _dense_last(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) == 1:
+        return x
+    return cuda.adopt(x.contiguous()) if cuda.on_device(x) else x.contiguous()

@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fakes import attend, cuda
+from fakes import attend, cuda, modes, recorder
 from fakes.recorder import Attended, Call, Span
 from fakes.sgl_kernel import append, checks, readings
 from fakes.sgl_kernel.arguments import Forward, Shape
 from fakes.sgl_kernel.masking import Visible, visible
-from fakes.sgl_kernel.pages import Keys
+from fakes.sgl_kernel.pages import UNREADABLE, Keys
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -100,11 +100,15 @@ def _attend(
     if lost:
         nothing = np.empty(0, dtype=np.int64)
         spans = tuple(Span(s.q_start, s.q_end, nothing) if i in lost else s for i, s in enumerate(spans))
+        _look_outside(args, reading)
+    k, v = cuda.host(args.k), cuda.host(args.v)
+    if reading.zeros:
+        k, v = (torch.cat((t, t.new_zeros(reading.zeros, *t.shape[1:]))) for t in (k, v))
     k_scale, v_scale = _scales(args, shape)
     out, lse = attend.attend(
         q,
-        cuda.host(args.k),
-        cuda.host(args.v),
+        k,
+        v,
         spans,
         layout=reading.layout,
         scale=args.scale,
@@ -120,6 +124,20 @@ def _attend(
         out[spans[index].q_start : spans[index].q_end] = np.nan
         lse[spans[index].q_start : spans[index].q_end] = -np.inf
     return out, lse
+
+
+def _look_outside(args: Forward, reading: Keys) -> None:
+    """Say that keys are read from outside of the cache.
+
+    Raises:
+        RuntimeError: from too far away to find any memory.
+    """
+    slots = np.concatenate([reading.slots[index] for index in sorted(reading.lost)])
+    slots = slots[slots >= (UNREADABLE + 1) * reading.page_size]  # what no page number led to
+    distance = int(np.abs(slots).max(initial=0)) * args.k.stride(1) * args.k.element_size()
+    if distance > modes.FAR:
+        raise modes.illegal_access(f"a key is read {distance >> 30} GiB from the cache")
+    recorder.reads_foreign(f"request {min(reading.lost)} reads keys outside of the cache")
 
 
 def _scales(args: Forward, shape: Shape) -> tuple[float | np.ndarray, float | np.ndarray]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fakes import cuda
+from fakes.recorder import reads_foreign
 from fakes.sgl_kernel.findings import find
 
 UNREADABLE = -(1 << 31)
@@ -24,13 +25,15 @@ class Keys:
     """Where keys are read.
 
     `slots`: int64 per request, `page * page_size + offset`, or a row of k. `lost`: requests whose keys are
-    not all in the cache; the kernel reads foreign memory for them without a word.
+    not all in the cache; the kernel reads foreign memory for them without a word. `zeros`: rows of zeros that
+    loads find past the end of k, as many as slots go past it.
     """
 
     layout: str
     page_size: int
     slots: list[np.ndarray]
     lost: set[int] = field(default_factory=set[int])
+    zeros: int = 0
 
 
 def paged_slots(
@@ -119,9 +122,12 @@ def _read_on(
     base = table.storage_offset()
     held = table.untyped_storage().nbytes() // table.element_size() - base
     memory = table.as_strided((held,), (1,), base).numpy()
+    described = (table.shape[0] - 1) * table.stride(0) + table.shape[1]
     wide = np.full((len(pages), int(needed.max())), UNREADABLE, dtype=np.int64)
     for index in range(len(pages)):
         start = (index if rows is None else int(rows[index])) * table.stride(0)
+        if start + int(needed[index]) > described:
+            reads_foreign(f"row {index} of a page table of shape {tuple(table.shape)} is read past its end")
         there = memory[start : start + wide.shape[1]]
         wide[index, : len(there)] = there
     return wide

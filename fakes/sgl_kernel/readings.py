@@ -131,10 +131,12 @@ def _ragged(args: Forward, cu_seqlens_k: torch.Tensor, lens: np.ndarray) -> Keys
     if strict():
         _check_edges("cu_seqlens_k", edges, total, "k")
     found = Keys("ragged", 1, [])
-    for index, (start, length) in enumerate(zip(edges[:-1], lens.tolist(), strict=True)):
-        found.slots.append(np.arange(start, start + length))
-        if length and (start < 0 or start + length > total):
-            found.lost.add(index)
+    for start, length in zip(edges[:-1], lens.tolist(), strict=True):
+        slots = np.arange(start, start + length)
+        if length and (start < 0 or start + length > total):  # loads know how many rows k has
+            slots = np.where((slots < 0) | (slots >= total), total, slots)
+            found.zeros = 1
+        found.slots.append(slots)
     return found
 
 
