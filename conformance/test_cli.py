@@ -18,6 +18,7 @@ from cases.model import Case, Request, Step
 from conformance import report
 from conformance.__main__ import main
 from conformance.campaign import Campaign
+from conformance.checks import CHECKS
 from conformance.outcome import Verdict
 from conformance.sweep import Asked, Sweep
 from fakes.cuda.full import build
@@ -207,8 +208,7 @@ def test_wrong_options_are_told_so(
         return sentence(capsys, "run", *argv)
 
     assert said("--check", "value") == (
-        "unknown check 'value'; did you mean 'values'? (known: smoke, metadata, lifecycle, values, lse, pool, "
-        "poison, inputs, determinism, relations, refusals, session)"
+        f"unknown check 'value'; did you mean 'values'? (known: {', '.join(CHECKS)})"
     )
     (here / "no.csv").write_text("when,what\n1,2\n")
     assert said("--trace", "no.csv").startswith("no.csv: is no known trace")
