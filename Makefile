@@ -10,12 +10,14 @@ BATCHES ?= 1000
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVELOPING := $(VENV)/.developing
+ENGINE := build/engines/sglang
+ENGINE_CASES ?= 100
 
 # Several threads only slow down tensors as small as those of a case.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help conformance test lint example mutants bench soak clean
+.PHONY: help conformance test lint example engine mutants bench soak clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
@@ -37,6 +39,10 @@ lint: $(DEVELOPING) ## Check style, format, types and which package imports whic
 example: $(INSTALLED) ## Install the wheel and examples/my_engine as a user would, and test that engine
 	PYTHON=$(BIN)/python examples/as_a_user.sh
 
+engine: $(INSTALLED) $(ENGINE)/.installed ## Install SGLang 0.5.23 beside and ask its own attention backends, unchanged
+	$(BIN)/conformance run --engine-path $(ENGINE) --device-sim full --cases $(ENGINE_CASES) --seed $(SEED) \
+		--backend backends.engines.sglang:FlashInfer --backend backends.engines.sglang:FlashAttention
+
 mutants: $(INSTALLED) ## Check that every mutant is caught by the check that claims it
 	$(BIN)/conformance mutants
 
@@ -56,6 +62,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip -e '.[upgrade]'
+	@touch $@
+
+$(ENGINE)/.installed: backends/engines/sglang.txt | $(INSTALLED)
+	@rm -rf $(ENGINE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(ENGINE) \
+		-r backends/engines/sglang.txt
 	@touch $@
 
 $(DEVELOPING): $(INSTALLED)
