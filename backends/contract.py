@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import torch
 
 from cases.model import Kind, Layout, Phase
+from cases.wanted import Variant
 
 LseBase = Literal["e", "2"]
 
@@ -69,6 +70,9 @@ class Capabilities:
     """LSE of a row that sees no key: -inf, or any value below -1000."""
     bit_equal: bool = False
     """A request's result has the same bits whatever its batch mates, their order and the pages' places."""
+    variants: tuple[Variant, ...] = ()
+    """Combinations of settings that it takes, where not all of what is declared above goes together: on a GPU those
+    whose kernels are compiled. Empty: all."""
     reads_unowned_slots: bool = False
     """Reads slots that the request does not own and discards them: they are then poisoned with large finite values."""
     cuda_graph: bool = False

@@ -3,33 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cases.mix import LevelMix, spread
-from cases.wanted import Wanted
+from cases.wanted import Variant, Wanted
 
 _BYTE = 256
 
 
 class Settings:
-    """The settings of a case, one byte each; a setting with one possible value takes no byte."""
+    """The settings of a case, one byte each; a setting with one possible value takes no byte.
+
+    Where variants are wanted, the first byte picks one, and each has tables of its own.
+    """
 
     def __init__(self, mix: LevelMix, wanted: Wanted) -> None:
-        tables = _allowed(mix, wanted)
-        spread_out = {name: spread(table, _BYTE) for name, table in tables.items()}
-        spread_out["extra"] = spread_out["seed"] = tuple(range(_BYTE))
-        self._fixed = {name: table[0] for name, table in spread_out.items() if table[0] == table[-1]}
-        self._drawn = [(name, table) for name, table in spread_out.items() if name not in self._fixed]
+        variants = [_only(wanted, variant) for variant in wanted.variants] or [wanted]
+        tables = [_spread(mix, one) for one in variants]
+        names = tables[0].keys()
+        self._drawn = [name for name in names if any(not _is_fixed(table[name]) for table in tables)]
+        self._fixed = [
+            {name: table[name][0] for name in names if name not in self._drawn} for table in tables
+        ]
+        self._tables = [[table[name] for name in self._drawn] for table in tables]
+        self._several = len(tables) > 1
 
     @property
     def num_bytes(self) -> int:
-        return len(self._drawn)
+        return len(self._drawn) + self._several
 
     def read(self, indices: bytes) -> dict[str, Any]:
-        found = dict(self._fixed)
-        for (name, table), index in zip(self._drawn, indices, strict=True):
+        variant = 0
+        if self._several:
+            variant, indices = indices[0] * len(self._tables) // _BYTE, indices[1:]
+        found = dict(self._fixed[variant])
+        for name, table, index in zip(self._drawn, self._tables[variant], indices, strict=True):
             found[name] = table[index]
         return found
+
+
+def _only(wanted: Wanted, variant: Variant) -> Wanted:
+    """What is wanted of one variant."""
+    groups = wanted.group_sizes
+    if variant.group_sizes is not None:
+        groups = variant.group_sizes if groups is None else groups & variant.group_sizes
+    return replace(
+        wanted,
+        dtypes=frozenset({variant.dtype}),
+        kv_dtypes=frozenset({variant.kv_dtype} - {variant.dtype}),
+        head_dims=frozenset({variant.head_dims}),
+        group_sizes=groups,
+        phases=wanted.phases & variant.phases,
+        variants=(variant,),
+    )
+
+
+def _is_fixed(table: Sequence[Any]) -> bool:
+    return table[0] == table[-1]
+
+
+def _spread(mix: LevelMix, wanted: Wanted) -> dict[str, Sequence[Any]]:
+    """For each setting 256 values, the simplest first."""
+    found: dict[str, Sequence[Any]] = {
+        name: spread(table, _BYTE) for name, table in _allowed(mix, wanted).items()
+    }
+    found["extra"] = found["seed"] = range(_BYTE)
+    return found
 
 
 def _allowed(mix: LevelMix, wanted: Wanted) -> dict[str, list[tuple[Any, int]]]:
@@ -63,7 +103,14 @@ def _allowed(mix: LevelMix, wanted: Wanted) -> dict[str, list[tuple[Any, int]]]:
         "window": [(w, weight) for w, weight in mix.window if wanted.window or w is None],
         "soft_cap": [(c, weight) for c, weight in mix.soft_cap if wanted.soft_cap or c is None],
     }
-    if len(tables["kv_dtype"]) < 2:
+    for variant in wanted.variants:  # at most one
+        if variant.kv_dtype != variant.dtype:
+            tables["kv_dtype"] = [(variant.kv_dtype, 1)]
+        for name, chosen in (("window", variant.window), ("soft_cap", variant.soft_cap)):
+            tables[name] = [(x, weight) for x, weight in tables[name] if (x is not None) == chosen]
+        if variant.window:
+            tables["mask"] = [(kind, weight) for kind, weight in tables["mask"] if kind != "custom"]
+    if tables["kv_dtype"] == [(None, tables["kv_dtype"][0][1])]:
         tables["kv_scales"] = [((1.0, 1.0), 1)]
     empty = [name for name, table in tables.items() if not table]
     if empty:

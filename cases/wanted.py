@@ -4,7 +4,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cases.model import Layout, Level, Phase
+from cases.model import Case, Layout, Level, Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Settings that hold together in one case: those of one compiled kernel, or of several that it takes.
+
+    Args:
+        kv_dtype: of the KV cache; q's own or an fp8 type.
+        window, soft_cap: whether there is one.
+        group_sizes: query heads per KV head; None: any.
+        phases: of all its steps.
+    """
+
+    dtype: str = "float16"
+    kv_dtype: str = "float16"
+    head_dims: tuple[int, int] = (64, 64)
+    window: bool = False
+    soft_cap: bool = False
+    group_sizes: frozenset[int] | None = None
+    phases: frozenset[Phase] = frozenset({"prefill", "decode"})
+
+    def holds(self, case: Case) -> bool:
+        """Whether a case has these settings."""
+        heads, mask = case.heads, case.mask
+        return (
+            (case.dtype, case.cache_dtype) == (self.dtype, self.kv_dtype)
+            and (heads.head_dim_qk, heads.head_dim_vo) == self.head_dims
+            and (mask.window is not None, mask.soft_cap is not None) == (self.window, self.soft_cap)
+            and (self.group_sizes is None or heads.group_size in self.group_sizes)
+            and all(step.phase in self.phases for step in case.steps)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +60,8 @@ class Wanted:
     rows_without_keys: bool = False
     empty_requests: bool = False
     strided: bool = True
+    variants: tuple[Variant, ...] = ()
+    """Where there are any, every case has the settings of one of them."""
 
 
 ENGINE = Wanted()

@@ -36,6 +36,8 @@ def unsupported(case: Case, capabilities: Capabilities, mode: Mode = "strict") -
         return "a soft cap"
     if case.strided and not c.strided:
         return "strided inputs"
+    if c.variants and not any(variant.holds(case) for variant in c.variants):
+        return "settings that no compiled variant has"
     return _unsupported_step(case, c)
 
 

@@ -28,6 +28,7 @@ def wanted_by(capabilities: Capabilities) -> Wanted:
         rows_without_keys=c.rows_without_keys,
         empty_requests=c.empty_requests,
         strided=c.strided,
+        variants=c.variants,
     )
 
 
@@ -53,4 +54,5 @@ def _either(a: Wanted, b: Wanted) -> Wanted:
         rows_without_keys=a.rows_without_keys or b.rows_without_keys,
         empty_requests=a.empty_requests or b.empty_requests,
         strided=a.strided or b.strided,
+        variants=tuple(dict.fromkeys(a.variants + b.variants)) if a.variants and b.variants else (),
     )
