@@ -23,6 +23,7 @@ from conformance.graphs_memory import Buffers, Guards
 from conformance.machine import Machine
 from conformance.pool import Pool
 from conformance.question import Question
+from fakes import cuda
 from fakes.recorder import Attended, Call, Mode, resumed
 
 DUMMY_UID = -1
@@ -34,15 +35,15 @@ _EAGER_EVERY = 4
 class CapturedCall:
     """A library call of a captured layer, as one replay carried it out.
 
-    `attended` is what it read this time, `plan` the plan that it followed. `movable`: its wrapper was made for eager
-    use, so that a later plan has its arrays elsewhere.
+    `attended` is what it read this time, `plan` the plan that it followed. `again`: the call was made again, so that
+    its arguments are those of the replay.
     """
 
     call: Call
     layer: int
-    attended: Attended | None
+    attended: Attended
     plan: Call | None
-    movable: bool
+    again: bool
 
 
 @dataclass(slots=True)
@@ -50,7 +51,8 @@ class Replay:
     """One decode step that was replayed in the graph for `size` requests.
 
     `run` holds its results for the real rows, `padding` those of the dummies' rows, by layer. `calls`: what the
-    captured kernels read. `moved`: buffers that are no longer where the graph reads them. `overrun`: buffers around
+    captured kernels read. `movable`: captured calls of wrappers that were made for eager use, whose arrays stand
+    elsewhere after a plan. `moved`: buffers that are no longer where the graph reads them. `overrun`: buffers around
     which something was written.
     """
 
@@ -59,6 +61,7 @@ class Replay:
     run: StepRun
     padding: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     calls: list[CapturedCall] = field(default_factory=list[CapturedCall])
+    movable: list[str] = field(default_factory=list[str])
     moved: list[str] = field(default_factory=list[str])
     overrun: list[str] = field(default_factory=list[str])
 
@@ -110,13 +113,14 @@ def replayed_steps(case: Case) -> list[int]:
 def captured_sizes(case: Case) -> list[int]:
     """Batch sizes to capture: powers of two that hold the replayed steps.
 
-    By seed, one size serves all of them, and each is one power larger than it need be.
+    By seed, each is one power larger than it need be or not, so that there is padding, and one size serves all steps or
+    each has its own.
     """
     counts = [len(case.steps[s].requests) for s in replayed_steps(case)]
     sizes = {1 << (n - 1).bit_length() for n in counts}
-    if case.seed & 1:
+    if not case.seed & 1:
         sizes = {2 * n for n in sizes}
-    return [max(sizes)] if case.seed & 2 else sorted(sizes)
+    return sorted(sizes) if case.seed & 2 else [max(sizes)]
 
 
 class GraphRun(EngineRun):
@@ -173,6 +177,9 @@ class GraphRun(EngineRun):
     def _at(self, what: str, size: int, layer: int) -> None:
         """Captured calls are marked by their size; those before a capture by none."""
         self._doing = what
+        if what == "replay":
+            self._calls_before = len(self.recorder.calls)
+            self._read_before = {c.index: c.attended for c in self._captured(size)}
         if what in ("prepare_for_replay", "replay"):
             self.recorder.at = Mark(self._step_at, layer)
             return
@@ -226,19 +233,30 @@ class GraphRun(EngineRun):
         bring_back(found.steps, self.machine, index)
         run.pool = fetched_pool(self.pool, self.machine)
         replay.calls = self._carried_out(size)
+        replay.movable = [c.name for c in self._captured(size) if c.owner in self._eager_wrappers()]
         replay.moved = self.buffers[size].moved()
         replay.overrun = self.guards.broken()
         found.replays.append(replay)
 
     def _carried_out(self, size: int) -> list[CapturedCall]:
+        """A fake whose launch alone is one device operation reads anew for the captured call; one that is such an
+        operation as a whole makes its call again."""
         calls = self.recorder.calls
-        eager = {c.owner for c in calls if c.op == "create" and c.arguments.get("use_cuda_graph") is False}
-        return [
-            CapturedCall(
-                c, c.at.layer, c.attended, None if c.plan is None else calls[c.plan], c.owner in eager
-            )
-            for c in self._captured(size)
-        ]
+        layers = {self.pool.k_cache(i).data_ptr(): i for i in range(self.question.case.num_layers)}
+        found: list[CapturedCall] = []
+        for c in (*self._captured(size), *calls[self._calls_before :]):
+            attended = c.attended
+            if c.op != "attend" or attended is None or attended is self._read_before.get(c.index):
+                continue
+            again = c.index >= self._calls_before
+            layer = layers.get(attended.k.data_ptr(), -1) if again else c.at.layer
+            plan = None if c.plan is None else calls[c.plan]
+            found.append(CapturedCall(c, layer, attended, plan, again))
+        return found
+
+    def _eager_wrappers(self) -> set[int]:
+        made = [c for c in self.recorder.calls if c.op == "create"]
+        return {c.owner for c in made if c.arguments.get("use_cuda_graph") is False}
 
     def _stacked(self, index: int) -> tuple[torch.Tensor, ...]:
         """q, k, v of all layers, on the device."""
@@ -264,10 +282,23 @@ def _has_rows(answer: object, size: int) -> bool:
 def graph_execution(
     question: Question, spec: BackendSpec, machine: Machine, mode: Mode
 ) -> GraphExecution | None:
-    """The case through graphs, on a backend object of its own; None where no step is to be replayed."""
+    """A case through graphs, on a backend object of its own.
+
+    `machine` is where the backend runs otherwise. None: no step is to be replayed, the backend declares no graphs, or
+    no device is there that has them.
+    """
     if question.case.level != "engine" or not spec.capabilities.cuda_graph:
         return None
-    if not replayed_steps(question.case):
+    graphs_on = _graph_machine(machine)
+    if graphs_on is None or not replayed_steps(question.case):
         return None
-    run = GraphRun(question, spec, machine, mode)
-    return run.replay_all(nan=not spec.capabilities.reads_unowned_slots)
+    nan = not spec.capabilities.reads_unowned_slots
+    return GraphRun(question, spec, graphs_on, mode).replay_all(nan=nan)
+
+
+def _graph_machine(machine: Machine) -> Machine | None:
+    """A real GPU, or the full simulated device, also for backends that otherwise run on the plain CPU."""
+    if machine.real:
+        return machine
+    simulation = cuda.current()
+    return Machine(simulation) if simulation is not None and simulation.kind == "full" else None

@@ -79,9 +79,9 @@ class Session:
         self._stack.callback(gc.unfreeze)
         device = self._open_gpu() if self._real else None
         for spec in self.specs:
-            captured = spec.capabilities.cuda_graph and self._device_sim == "full"
-            on_device = bool(self._real or spec.capabilities.library or captured)
-            if on_device and device is None:
+            on_device = bool(self._real or spec.capabilities.library)
+            captured = spec.capabilities.cuda_graph and self._device_sim == "full"  # there, and only for that
+            if (on_device or captured) and device is None:
                 simulation = self._stack.enter_context(cuda.simulated_cuda(self._device_sim))
                 self._stack.enter_context(cuda.paused())
                 device = Machine(simulation)

@@ -9,6 +9,7 @@ from conformance.checks import CHECKS
 from conformance.mutants import MUTANTS, Mutant
 from conformance.mutants.run import hunt
 from conformance.session import Session
+from fakes.cuda import DeviceUnavailable
 
 OVERLAPPING = {"smoke", "poison", "session"}
 """Checks whose faults others see too, by nature."""
@@ -23,8 +24,14 @@ HUNTS = [pytest.param(m, mode, id=f"{m.name}-{mode}") for m, mode in [*STRICT, *
 
 @pytest.mark.parametrize(("mutant", "mode"), HUNTS)
 def test_mutant_is_caught_and_shrunk(mutant: Mutant, mode: str) -> None:
-    with Session([mutant.base], mode="strict" if mode == "strict" else "faithful") as session:
-        caught = hunt(mutant, session)
+    try:
+        session = Session(
+            [mutant.base], mode="strict" if mode == "strict" else "faithful", device_sim=mutant.device
+        )
+        with session:
+            caught = hunt(mutant, session)
+    except DeviceUnavailable as error:
+        pytest.skip(str(error))
     assert caught.faults == [], f"{mutant.name} ({mutant.why}): {caught.case}"
 
 

@@ -12,6 +12,7 @@ from cases.model import Case
 from cases.tensors import CaseTensors
 from conformance.engine import EngineRun
 from conformance.execution import Execution
+from conformance.graphs_run import GraphExecution, graph_execution
 from conformance.kernel import KernelRun
 from conformance.machine import Machine
 from conformance.outcome import Finding, Verdict
@@ -89,6 +90,11 @@ class Trial:
     def third(self) -> Execution:
         """A further execution over a pool poisoned as for the first."""
         return self._run.execute(nan=self.asker.poisons_with_nan)
+
+    @cached_property
+    def graphs(self) -> GraphExecution | None:
+        """The case once more with its decode steps replayed from captured graphs, on a backend object of its own."""
+        return graph_execution(self.question, self.spec, self.asker.machine, self.asker.mode)
 
     def answer(self, step: int, layer: int) -> Answer:
         own = self.first.answers.get((step, layer))

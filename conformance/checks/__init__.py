@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from conformance.checks import (
+    capacity,
     determinism,
+    graphs,
     host_reads,
     inputs,
     lifecycle,
@@ -39,6 +41,8 @@ CHECKS: dict[str, Check] = {
     "inputs": inputs.check,
     "determinism": determinism.check,
     "relations": relations.check,
+    "graphs": graphs.check,
+    "capacity": capacity.check,
     "refusals": refusals.check,
     "session": session.check,
 }

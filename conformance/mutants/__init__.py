@@ -3,7 +3,17 @@
 To add one: decorate a function with `mutant(...)` in the file of its kind.
 """
 
-from conformance.mutants import engines, kernels, lifecycles, numerics, sessions, streams
+from conformance.mutants import engines, graphs, kernels, lifecycles, numerics, sessions, streams
 from conformance.mutants.mutant import MUTANTS, Mutant
 
-__all__ = ["MUTANTS", "Mutant", "engines", "kernels", "lifecycles", "numerics", "sessions", "streams"]
+__all__ = [
+    "MUTANTS",
+    "Mutant",
+    "engines",
+    "graphs",
+    "kernels",
+    "lifecycles",
+    "numerics",
+    "sessions",
+    "streams",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 from backends.contract import Capabilities, EngineContext
@@ -35,6 +35,8 @@ class Mutant:
     modes: tuple[str, ...] = ("strict", "faithful")
     declares: dict[str, Any] | None = None
     """Changes to what the correct backend declares."""
+    device: Literal["auto", "full"] = "auto"
+    """The simulated device that it needs: "full" for what shows in captured graphs alone."""
 
     def spec(self, correct: BackendSpec) -> BackendSpec:
         """The faulty backend, under the mutant's name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Literal, TextIO
 
 from cases.codec import short
 from cases.model import Case
@@ -74,11 +74,20 @@ def hunt(mutant: Mutant, session: Session, *, seed: int = 0) -> Caught:
 
 
 def hunt_all(mutants: Iterable[Mutant], mode: Mode) -> Iterable[Caught]:
-    """Hunt several mutants in one session."""
-    wanted = [m for m in mutants if mode in m.modes]
-    with Session(sorted({m.base for m in wanted}), mode=mode) as session:
-        for m in wanted:
-            yield hunt(m, session)
+    """Hunt several mutants, in one session a device.
+
+    Raises:
+        fakes.cuda.DeviceUnavailable: there is none of the kind that a mutant needs.
+    """
+    of_mode = [m for m in mutants if mode in m.modes]
+    devices: tuple[Literal["auto", "full"], ...] = ("auto", "full")
+    for device in devices:
+        wanted = [m for m in of_mode if m.device == device]
+        if not wanted:
+            continue
+        with Session(sorted({m.base for m in wanted}), mode=mode, device_sim=device) as session:
+            for m in wanted:
+                yield hunt(m, session)
 
 
 def run_mutants(names: Sequence[str], modes: Sequence[Mode], out: TextIO) -> int:

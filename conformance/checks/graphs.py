@@ -1,0 +1,239 @@
+"""graphs: a replayed decode step gives what the eager one gives, reads what its batch asks for, and harms nobody.
+
+Where the eager run of a case is wrong already, nothing is said here: a graph repeats it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from conformance import reading
+from conformance.checks import inputs, lifecycle, lse, metadata, pool, values
+from conformance.compare import describe
+from conformance.decode import ReadSpan, read_spans
+from conformance.execution import LayerRun
+from conformance.fields import wrong_fields
+from conformance.graphs_run import CapturedCall, GraphExecution, Replay
+from conformance.outcome import Finding, Outcome
+from conformance.trial import Trial
+from fakes.recorder import Attended
+
+NAME = "graphs"
+_EAGER = (metadata.check, lifecycle.check, values.check, lse.check, pool.check, inputs.check)
+
+
+def check(trial: Trial) -> list[Finding] | None:
+    done = trial.graphs
+    if done is None:
+        return None
+    found = findings(trial, done)
+    if not found:
+        return found
+    wrong = {f.step for eager in _EAGER for f in eager(trial) or ()}
+    return [f for f in found if f.step not in wrong and (f.step is not None or not wrong)]
+
+
+def findings(trial: Trial, done: GraphExecution) -> list[Finding]:
+    """All that is wrong with an execution through graphs, whatever the eager one did."""
+    found = [] if done.broken is None else [_broken(done)]
+    for at in done.replays:
+        found += [
+            *_rules(done, at),
+            *_plans(at),
+            *_memory(at),
+            *_reads(trial, done, at),
+            *_outputs(trial, at.step, at.run.layers, f"replayed for {at.size} requests"),
+            *_padding(trial, at),
+            *_pool(trial, done, at),
+        ]
+    replayed = {at.step for at in done.replays}
+    for step, run in enumerate(done.steps.steps):
+        if step not in replayed:
+            found += _outputs(trial, step, run.layers, "run eagerly beside captured graphs")
+    return found
+
+
+def _broken(done: GraphExecution) -> Finding:
+    failure = done.broken
+    assert failure is not None
+    sizes = ", ".join(map(str, done.sizes))
+    return Finding(
+        check=NAME,
+        outcome=Outcome.RAISED,
+        step=failure.step if failure.step >= 0 else None,
+        message=f"{done.during} raised, with graphs for batch sizes {sizes}: {failure}",
+    )
+
+
+def _rules(done: GraphExecution, at: Replay) -> list[Finding]:
+    """What the fakes recorded while the batch was prepared and its graph replayed."""
+    found: dict[tuple[object, ...], Finding] = {}
+    for f in done.steps.recorder.findings:
+        if f.at.batch == at.step:
+            finding = Finding(
+                check=NAME,
+                step=at.step,
+                request=f.request,
+                field=f.argument,
+                rule=f.rule,
+                message=f"{_replayed(at)}: {f.message}",
+            )
+            found.setdefault((f.rule, f.argument, f.request), finding)
+    return list(found.values())
+
+
+def _replayed(at: Replay) -> str:
+    return f"replayed for {at.size} requests"
+
+
+def _plans(at: Replay) -> list[Finding]:
+    """Each captured run must follow a plan of this batch, made on a wrapper whose buffers stay."""
+    for captured in at.calls:
+        plan = captured.plan
+        if plan is not None and plan.at.batch != at.step:
+            when = f"step {plan.at.batch}" if plan.at.batch >= 0 else "the capture"
+            message = (
+                f"{_replayed(at)}: {captured.call.name} executes the plan of {when}: "
+                "plan the graph's wrapper again before each replay"
+            )
+            return [Finding(check=NAME, step=at.step, layer=captured.layer, field="plan", message=message)]
+    return []
+
+
+def _memory(at: Replay) -> list[Finding]:
+    """Buffers that a graph reads must stay; wrappers of FlashInfer's plain mode move theirs at each plan."""
+    found = [
+        Finding(
+            check=NAME,
+            step=at.step,
+            field=path,
+            message=f"{_replayed(at)}: {path} stands elsewhere than at capture: the graph reads the old memory",
+        )
+        for path in at.moved[:1]
+    ]
+    for name in at.movable[:1]:
+        message = (
+            f"{name} was captured on a wrapper made without use_cuda_graph: its next plan moves the arrays that the "
+            "graph reads"
+        )
+        found.append(Finding(check=NAME, step=at.step, field="use_cuda_graph", message=message))
+    return found
+
+
+def _reads(trial: Trial, done: GraphExecution, at: Replay) -> list[Finding]:
+    """What each captured layer read: its own keys in the real rows, nothing but the dummies' page in the others."""
+    tensors, found = trial.question.step(at.step), list[Finding]()
+    for layer, handed in enumerate(at.run.layers):
+        calls = [c for c in at.calls if c.layer == layer]
+        decoded = [pair for c in calls for pair in _decoded(trial, done, c, handed, layer)]
+        real = [pair for pair in decoded if pair[1].first_row < len(tensors.step.requests)]
+        padding = [span for _, span in decoded if span.first_row >= len(tensors.step.requests)]
+        if calls and not _plainly(real, tensors.placed.slots):
+            wrong = reading.compare(trial.case, tensors, real)
+            if wrong is not None:
+                found += _fields(trial, at, calls)
+                request, message = wrong
+                message = f"{_replayed(at)}: {message}"
+                found.append(Finding(check=NAME, step=at.step, layer=layer, request=request, message=message))
+        found += _foreign(done, at, layer, padding)
+        if found:
+            return found
+    return found
+
+
+def _decoded(
+    trial: Trial, done: GraphExecution, call: CapturedCall, handed: LayerRun, layer: int
+) -> list[tuple[Attended, ReadSpan]]:
+    k_pool, v_pool = done.pool.k_cache(layer), done.pool.v_cache(layer)
+    spans = read_spans(trial.case, call.attended, handed, k_pool, v_pool)
+    return [(call.attended, span) for span in spans if span.num_rows]
+
+
+def _plainly(real: list[tuple[Attended, ReadSpan]], slots: tuple[np.ndarray, ...]) -> bool:
+    """The usual case, quickly: one span a request, with its slots in order."""
+    return len(real) == len(slots) and all(
+        span.first_row == row
+        and span.num_rows == 1
+        and np.array_equal(span.k_slots, own)
+        and np.array_equal(span.v_slots, own)
+        for row, ((_, span), own) in enumerate(zip(real, slots, strict=True))
+    )
+
+
+def _fields(trial: Trial, at: Replay, calls: list[CapturedCall]) -> list[Finding]:
+    """Which array of a call, or of the plan that it followed, is wrong."""
+    tensors = trial.question.step(at.step)
+    return [
+        Finding(
+            check=NAME,
+            step=at.step,
+            request=field.request,
+            field=field.field,
+            message=f"{_replayed(at)}: {field.message}",
+        )
+        for captured in calls
+        for given in (captured.plan, captured.call if captured.again else None)
+        if given is not None
+        for field in wrong_fields(trial.case, tensors, None, given, captured.attended.page_size)
+    ]
+
+
+def _foreign(done: GraphExecution, at: Replay, layer: int, padding: list[ReadSpan]) -> list[Finding]:
+    dummy, step = done.room.dummy_slot, done.room.steps[at.step]
+    for span in padding:
+        foreign = [int(s) for s in (*span.k_slots, *span.v_slots) if s != dummy]
+        if not foreign:
+            continue
+        owner = next((i for i, own in enumerate(step.placed.slots) if foreign[0] in own), None)
+        whose = "nobody's" if owner is None else f"request {owner}'s"
+        message = (
+            f"{_replayed(at)}: row {span.first_row}, which pads the batch, reads {len(span.k_slots)} keys, among them "
+            f"slot {foreign[0]} ({whose}); a dummy has slot {dummy} alone: its row still holds an earlier batch"
+        )
+        return [Finding(check=NAME, step=at.step, layer=layer, message=message)]
+    return []
+
+
+def _outputs(trial: Trial, step: int, layers: list[LayerRun], how: str) -> list[Finding]:
+    tensors, heads = trial.question.step(step), trial.case.heads
+    shape = (tensors.step.num_rows, heads.num_qo_heads, heads.head_dim_vo)
+    for layer, handed in enumerate(layers):
+        if handed.values is None or tuple(handed.values.shape) != shape:
+            got = "no tensor" if handed.values is None else f"shape {list(handed.values.shape)}"
+            message = f"{how}: the output is {got}, must have shape {list(shape)} in its real rows"
+            return [Finding(check=NAME, step=step, layer=layer, message=message)]
+        wrong = values.output_wrong(trial, handed, step, layer)
+        if wrong is not None:
+            request, message = describe(wrong, tensors, f"{how}: the output")
+            return [Finding(check=NAME, step=step, layer=layer, request=request, message=message)]
+    return []
+
+
+def _padding(trial: Trial, at: Replay) -> list[Finding]:
+    first = len(trial.case.steps[at.step].requests)
+    for layer, rows in enumerate(at.padding):
+        bad = (~torch.isfinite(rows)).flatten(1).any(1).nonzero()
+        if len(bad):
+            message = (
+                f"{_replayed(at)}: row {first + int(bad[0])}, which pads the batch, is not finite: "
+                "whatever looks at the whole batch, a quantisation scale for one, spreads it"
+            )
+            return [Finding(check=NAME, step=at.step, layer=layer, message=message)]
+    return []
+
+
+def _pool(trial: Trial, done: GraphExecution, at: Replay) -> list[Finding]:
+    """K and V of the real rows are stored, and nothing else is written outside of the dummies' page."""
+    if at.run.pool is None:
+        return []
+    found: list[Finding] = []
+    for which, after in zip("kv", at.run.pool, strict=True):
+        want = done.room.pool(at.step, which, nan=done.steps.nan, after=True)[:, :-1]
+        found += [
+            replace(f, check=NAME, message=f"{_replayed(at)}: {f.message}")
+            for f in pool.difference(trial, at.step, which, after[:, :-1], want)
+        ]
+    return found

@@ -1,0 +1,387 @@
+"""Faults of captured graphs: plans and buffers that a replay does not follow, padding that is not harmless, no room."""
+
+# A planted class extends one that is known at run time only, so its members have no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from conformance.mutants.mutant import mutant
+
+
+@mutant(
+    "replay_without_plan",
+    base="fi",
+    check="graphs",
+    why="plan is left to forward, which a replay never enters",
+    issue="NVIDIA/TensorRT-LLM#18443",
+    tokens=1,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class LeavesThePlanToForward(cls):
+        def prepare_for_replay(self, batch: Any) -> None:
+            batch.attn_metadata.wrapper = self.graph_wrappers[len(batch.padded_reqs)]
+
+    return LeavesThePlanToForward
+
+
+@mutant(
+    "graph_planned_once",
+    base="fi-paged",
+    check="graphs",
+    why="a graph's wrapper is planned before its first replay alone",
+    issue="NVIDIA/TensorRT-LLM#18443",
+    requests=2,
+    tokens=2,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class PlansFirstReplayOnly(cls):
+        def prepare_for_replay(self, batch: Any) -> None:
+            bs, plans = len(batch.padded_reqs), self.__dict__.setdefault("plans", {})
+            plans[bs] = plans.get(bs, 0) + 1
+            if plans[bs] <= 2:  # at capture, and once more
+                super().prepare_for_replay(batch)
+
+    return PlansFirstReplayOnly
+
+
+@mutant(
+    "replan_moves_buffers",
+    base="fi",
+    check="graphs",
+    why="run is captured on a wrapper of the plain mode, whose arrays stand elsewhere after each plan",
+    issue="flashinfer#3904",
+    tokens=1,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class CapturesPlainWrapper(cls):
+        def prepare_for_capture(self, batch: Any) -> None:
+            plain = type(self.decode_wrapper)
+            self.graph_wrapper_class = lambda workspace, indptr, indices, last, layout, **rest: plain(
+                workspace, layout, **rest
+            )
+            super().prepare_for_capture(batch)
+
+    return CapturesPlainWrapper
+
+
+@mutant(
+    "captured_buffers_replaced",
+    base="fa",
+    check="graphs",
+    why="each replay puts new tensors in place of those that the graph reads",
+    issue="flashinfer#3904",
+    tokens=1,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class NewBuffers(cls):
+        def prepare_for_replay(self, batch: Any) -> None:
+            c = self.captured
+            self.captured = replace(c, cache_seqlens=c.cache_seqlens.clone(), page_table=c.page_table.clone())
+            super().prepare_for_replay(batch)
+
+    return NewBuffers
+
+
+@mutant(
+    "stale_pad_rows",
+    base="fa",
+    check="graphs",
+    why="a replay fills the rows of its requests alone: those that pad keep a request that has finished",
+    issue="sglang#1469",
+    requests=3,
+    tokens=3,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class FillsRealRows(cls):
+        def prepare_for_capture(self, batch: Any) -> None:
+            super().prepare_for_capture(batch)
+            dummy = self.page_table[batch.padded_reqs[0].table_idx, :1] // self.page_size
+            batch.attn_metadata.page_table[:, :1].copy_(dummy)
+
+        def prepare_for_replay(self, batch: Any) -> None:
+            n, metadata, buffers = len(batch.reqs), batch.attn_metadata, self._captured(batch)
+            columns = metadata.page_table.shape[1]
+            buffers.cache_seqlens[:n].copy_(metadata.cache_seqlens[:n])
+            buffers.page_table[:n, :columns].copy_(metadata.page_table[:n])
+
+    return FillsRealRows
+
+
+@mutant(
+    "pad_rows_nan",
+    base="fa",
+    check="graphs",
+    why="rows that pad get no query: their output is never written",
+    issue="sglang#1469",
+    tokens=1,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class NoQueryInPadding(cls):
+        def prepare_for_replay(self, batch: Any) -> None:
+            super().prepare_for_replay(batch)
+            rows = torch.arange(len(batch.padded_reqs) + 1, dtype=torch.int32, device=self.device)
+            self._captured(batch).cu_seqlens_q.copy_(rows.clamp(max=len(batch.reqs)))
+
+    return NoQueryInPadding
+
+
+@mutant(
+    "pad_rows_keep_out_loc",
+    base="fi",
+    check="graphs",
+    why="a replay writes the out_loc of its requests alone: rows that pad store where a finished one stood",
+    issue="mini-sglang",
+    requests=3,
+    tokens=3,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class KeepsOutLoc(cls):
+        def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+            super().init_capture_graph(max_seq_len, bs_list)
+            self.out_loc = torch.zeros(max(bs_list), dtype=torch.int32, device=self.device)
+
+        def prepare_for_capture(self, batch: Any) -> None:
+            super().prepare_for_capture(batch)
+            batch.attn_metadata.out_loc = self.out_loc[: len(batch.padded_reqs)]
+
+        def prepare_for_replay(self, batch: Any) -> None:
+            super().prepare_for_replay(batch)
+            self.out_loc[: len(batch.reqs)].copy_(batch.out_loc[: len(batch.reqs)])
+
+        def _run(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any, **options: Any) -> Any:
+            kept = getattr(batch.attn_metadata, "out_loc", batch.out_loc)
+            return super()._run(q, k, v, layer_id, replace(batch, out_loc=kept), **options)
+
+    return KeepsOutLoc
+
+
+@mutant(
+    "stale_scheduler_metadata",
+    base="fa",
+    check="graphs",
+    why="FlashAttention's schedule is made at capture and not again for the lengths of a replay",
+    issue="vllm#20301",
+    tokens=2,
+    alone=True,
+    modes=("strict",),  # what the schedule is for shows in speed, and in no number of the fake's
+    device="full",
+    declares={"dtypes": frozenset({"float16", "bfloat16"})},
+)
+def _(cls: type[Any]) -> type[Any]:
+    class SchedulesAtCapture(cls):
+        def __init__(self, engine: Any) -> None:
+            from sgl_kernel.flash_attn import get_scheduler_metadata  # pyright: ignore[reportMissingImports]
+
+            super().__init__(engine)
+            attend = self.flash_attn_with_kvcache
+            self.schedule_of = get_scheduler_metadata
+            self.schedule: Any = None
+            self.flash_attn_with_kvcache = lambda **given: attend(**given, scheduler_metadata=self.schedule)
+
+        def prepare_metadata(self, batch: Any) -> None:
+            super().prepare_metadata(batch)
+            self.schedule = None
+
+        def prepare_for_capture(self, batch: Any) -> None:
+            super().prepare_for_capture(batch)
+            e, metadata = self.engine, batch.attn_metadata
+            self.schedule = self.schedule_of(
+                len(batch.padded_reqs),
+                1,
+                metadata.max_seqlen_k,
+                e.num_qo_heads,
+                e.num_kv_heads,
+                e.head_dim_qk,
+                metadata.cache_seqlens,
+                e.dtype,
+                headdim_v=e.head_dim_vo,
+                page_size=self.page_size,
+                causal=True,
+                window_size=(-1 if e.windows[0] is None else e.windows[0] - 1, 0),
+                num_splits=1,
+            )
+
+    return SchedulesAtCapture
+
+
+@mutant(
+    "host_read_in_capture",
+    base="torch",
+    check="graphs",
+    why="forward reads the longest length of the batch on the host, also while a graph records it",
+    issue="mini-sglang",
+    tokens=1,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class CutsTheTable(cls):
+        def _decode(self, q: Any, k_slots: Any, v_slots: Any, metadata: Any) -> Any:
+            longest = int(metadata.cache_seqlens.max())
+            cut = replace(metadata, page_table=metadata.page_table[:, :longest])
+            return super()._decode(q, k_slots, v_slots, cut)
+
+    return CutsTheTable
+
+
+@mutant(
+    "graph_wrapper_left_in_place",
+    base="fi",
+    check="graphs",
+    why="a replay leaves the graph's wrapper where the next eager batch looks for its own",
+    issue="mini-sglang",
+    requests=3,
+    tokens=3,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class LeavesWrapper(cls):
+        def prepare_for_replay(self, batch: Any) -> None:
+            super().prepare_for_replay(batch)
+            self.wrappers = self.wrappers | {"decode": batch.attn_metadata.wrapper}
+
+    return LeavesWrapper
+
+
+@mutant(
+    "capture_shorter_than_replay",
+    base="fi",
+    check="graphs",
+    why="the buffers are made for the one token of the dummies that are captured",
+    issue="NVIDIA/TensorRT-LLM#15556",
+    tokens=2,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class SizedByCapture(cls):
+        def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+            super().init_capture_graph(1, bs_list)
+
+    return SizedByCapture
+
+
+@mutant(
+    "indices_one_short",
+    base="fi",
+    check="capacity",
+    why="the buffer of page ids is one entry a request short of the context limit",
+    issue="sglang#24587",
+    tokens=1,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class OneShort(cls):
+        def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+            super().init_capture_graph(max_seq_len - 1, bs_list)
+
+    return OneShort
+
+
+@mutant(
+    "table_columns_rounded_down",
+    base="fa",
+    check="capacity",
+    why="the page-table buffer has max_seq_len // page_size columns",
+    issue="mini-sglang#68",
+    tokens=1,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class RoundsDown(cls):
+        def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+            whole = max_seq_len // self.page_size * self.page_size
+            super().init_capture_graph(max(whole, self.page_size), bs_list)
+
+    return RoundsDown
+
+
+@mutant(
+    "buffers_by_request_pool",
+    base="fa",
+    check="capacity",
+    why="buffers hold as many requests as the engine runs, not as a padded batch has",
+    issue="sglang#25124",
+    tokens=1,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class SizedByPool(cls):
+        def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+            super().init_capture_graph(max_seq_len, [min(max(bs_list), self.engine.max_batch)])
+
+    return SizedByPool
+
+
+@mutant(
+    "lengths_written_past_the_end",
+    base="fa",
+    check="capacity",
+    why="the buffer of lengths is sized by the request pool, and written and read past its end as a kernel would",
+    issue="sglang#25124",
+    tokens=1,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class PastTheEnd(cls):
+        def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+            super().init_capture_graph(max_seq_len, bs_list)
+            lengths = torch.ones(
+                min(max(bs_list), self.engine.max_batch), dtype=torch.int32, device=self.device
+            )
+            self.captured = replace(self.captured, cache_seqlens=lengths)
+
+        def _captured(self, batch: Any) -> Any:
+            buffers = super()._captured(batch)
+            past = self.captured.cache_seqlens.as_strided((len(batch.padded_reqs),), (1,))
+            return replace(buffers, cache_seqlens=past)
+
+        def prepare_for_capture(self, batch: Any) -> None:
+            super().prepare_for_capture(batch)
+            batch.attn_metadata.cache_seqlens.fill_(1)
+
+    return PastTheEnd
+
+
+@mutant(
+    "last_column_cut",
+    base="torch",
+    check="capacity",
+    why="the slots of a batch are cut one column before the context limit",
+    issue="sglang#35985",
+    tokens=1,
+    alone=True,
+)
+def _(cls: type[Any]) -> type[Any]:
+    class CutsLastColumn(cls):
+        def prepare_metadata(self, batch: Any) -> None:
+            super().prepare_metadata(batch)
+            metadata, width = batch.attn_metadata, self.engine.max_seq_len - 1
+            if metadata.page_table.shape[1] > width:
+                cut = metadata.page_table[:, : max(width, 1)]
+                lengths = metadata.cache_seqlens.clamp(max=cut.shape[1])
+                batch.attn_metadata = replace(metadata, page_table=cut, cache_seqlens=lengths)
+
+    return CutsLastColumn
