@@ -205,8 +205,8 @@ def report_overwritten() -> None:
             record,
             "fi.plan-overwritten",
             "int_workspace_buffer",
-            "the int workspace no longer holds this wrapper's plan: another wrapper that shares it "
-            "planned since",
+            "the int workspace no longer holds the plan that this run was launched with: a wrapper that shares it "
+            "planned since, or its own did after the run was captured outside of graph mode",
         )
 
 
