@@ -15,7 +15,7 @@ from fakes.contract.check import dense
 SPARE_PAGES = 3
 """Pages of the pool that no request owns."""
 
-WORKSPACE_BYTES = 16 << 20
+WORKSPACE_BYTES = 32 << 20
 LN2 = 0.6931471805599453
 
 

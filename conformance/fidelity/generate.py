@@ -20,8 +20,8 @@ SECOND = 0.2
 RARE = 4
 """A rare malformation is drawn in one of so many rounds."""
 
-VARIANTS: dict[str, tuple[Variant, ...]] = {"fa3": ("plain", "window")}
-"""Kernel variants by kernel; others have all three."""
+VARIANTS: dict[str, tuple[Variant, ...]] = {"cuda_core": ("plain", "window"), "fa3": ("plain", "window")}
+"""Kernel variants that are drawn, by kernel; others have all three."""
 
 
 def calls(count: int, seed: int, entries: tuple[str, ...] = ENTRIES) -> list[LibraryCall]:
@@ -137,9 +137,9 @@ def _merge(random: Random, entry: str, variant: Variant) -> LibraryCall:
 def _length(random: Random, page_size: int, window: int) -> int:
     """Keys of a request: mostly few, at edges, now and then none or many."""
     chance = random.random()
-    if chance < 0.08:
+    if chance < 0.04:
         return 0
-    if chance < 0.16:
+    if chance < 0.12:
         return random.randrange(129, MAX_KEYS)
     if chance < 0.55:
         edges = [page_size * random.randrange(1, 4) + by for by in (-1, 0, 0, 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from random import Random
@@ -72,9 +73,10 @@ def variants(libraries: Iterable[str]) -> dict[str, LibraryCall]:
             name = "decode on CUDA cores" if kernel == "cuda_core" else f"prefill {kernel}"
             extra = {"plain": "", "window": ", window", "cap": ", soft cap"}[variant]
             needed.setdefault(f"{name}, {call.dtype}, head dim {call.head_dim}{extra}", call)
-    wide = draw(random, "fi.prefill.fa2", "plain")
-    wide = from_json(to_json(wide)[:-1] + ',"malformations":["wide_indptr:kv_indptr"]}')
+    wide = replace(draw(random, "fi.prefill.fa2", "plain"), malformations=("wide_indptr:kv_indptr",))
     needed["prefill fa2, bfloat16, head dim 128, 64-bit indptr"] = wide
+    masked = replace(draw(random, "fi.ragged.fa2", "plain"), custom_mask=True, host_metadata=False)
+    needed["custom masks (quantization)"] = masked
     needed["merges (cascade)"] = draw(random, FLASHINFER_MERGE[0], "plain")
     return needed
 

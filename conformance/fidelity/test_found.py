@@ -9,6 +9,8 @@ from conformance.fidelity.observe import on_fakes
 
 pytestmark = pytest.mark.cpu
 
+PREFILL = '{"custom_mask":true,"entry":"fi.prefill.fa2","page_size":16,'
+
 FOUND = [
     # a custom mask does not switch the compiled window off
     (
@@ -22,6 +24,38 @@ FOUND = [
         "0.6.6",
         "right",
     ),
+    # offsets of a custom mask are computed where the index arrays are, and used on the device
+    (PREFILL + '"host_metadata":true,"kv_lens":[9]}', "0.6.6", "refused RuntimeError"),
+    (PREFILL + '"kv_lens":[9],"malformations":["host:kv_indptr"]}', "0.6.6", "refused RuntimeError"),
+    # a request without pages counts as -page_size keys of a custom mask
+    (PREFILL + '"kv_lens":[9,0,20],"qo_lens":[3,2,4]}', "0.6.6", "undefined"),
+    # planners see a contiguous copy of a strided device array, kernels its memory
+    ('{"entry":"fi.prefill.fa2","kv_lens":[9],"malformations":["strided:qo_indptr"]}', "0.6.6", "wrong"),
+    ('{"entry":"fi.prefill.fa3","kv_lens":[9],"malformations":["strided:qo_indptr"]}', "0.6.6", "right"),
+    # merges check where their states are, their shapes and dtypes
+    ('{"entry":"fi.merge_state","malformations":["host:v_a"]}', "0.6.6", "refused RuntimeError"),
+    (
+        '{"entry":"fi.merge_state","malformations":["states:s_b"],"qo_lens":[2]}',
+        "0.6.6",
+        "refused RuntimeError",
+    ),
+    ('{"entry":"fi.merge_states","malformations":["float32:all"]}', "0.6.6", "refused RuntimeError"),
+    ('{"entry":"fi.merge_state","malformations":["dtype:v_b"]}', "0.6.6", "wrong"),
+    ('{"entry":"fi.merge_state","malformations":["dtype:s_b"]}', "0.6.6", "right"),
+    # copies that FlashAttention makes are on the device
+    ('{"entry":"sgl.kvcache","kv_lens":[9],"malformations":["strided:page_table"]}', "0.6.6", "right"),
+    ('{"entry":"sgl.merge_state_v2","malformations":["dtype:s_a"]}', "0.6.6", "right"),
+    # what lies next to the pool is read, what lies far away is not there
+    ('{"entry":"fi.decode.cuda_core","malformations":["page:before"]}', "0.6.6", "undefined"),
+    ('{"entry":"fi.decode.cuda_core","malformations":["far_page:far"]}', "0.6.6", "crashed"),
+    ('{"entry":"sgl.kvcache","malformations":["page:behind"]}', "0.6.6", "undefined"),
+    ('{"entry":"sgl.kvcache","malformations":["far_page:far"]}', "0.6.6", "crashed"),
+    # past the end of ragged keys fa2 reads on, loads of the others find zeros
+    ('{"entry":"fi.ragged.fa2","kv_lens":[5],"malformations":["keys:fewer"]}', "0.6.6", "undefined"),
+    ('{"entry":"fi.ragged.fa3","kv_lens":[5],"malformations":["keys:fewer"]}', "0.6.6", "wrong"),
+    ('{"entry":"sgl.varlen","kv_lens":[5],"malformations":["keys:fewer"]}', "0.6.6", "wrong"),
+    # CUDA-core decode takes the end of the page ids from the entry that q's rows point at
+    ('{"entry":"fi.decode.cuda_core","malformations":["rows:more"]}', "0.6.6", "undefined"),
 ]
 
 

@@ -12,16 +12,20 @@ from fakes import cuda
 from fakes.recorder import Span, reads_foreign
 
 
-def element_indptr(qo_indptr: torch.Tensor, kv_lens: torch.Tensor) -> np.ndarray:
-    """Where each request's `[qo_len, kv_len]` block begins in a flat mask.
+def check_lengths(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> None:
+    """The two are for one batch.
 
     Raises:
-        ValueError: another number of requests in the two.
+        ValueError: they are not.
     """
+    if cuda.host(qo_indptr).shape[0] != cuda.host(kv_indptr).shape[0]:
+        raise ValueError("The length of qo_indptr and paged_kv_indptr should be the same.")
+
+
+def element_indptr(qo_indptr: torch.Tensor, kv_lens: torch.Tensor) -> np.ndarray:
+    """Where each request's `[qo_len, kv_len]` block begins in a flat mask."""
     qo = cuda.host(qo_indptr).numpy().astype(np.int64)
     lens = cuda.host(kv_lens).numpy().astype(np.int64)
-    if qo.size != lens.size + 1:
-        raise ValueError("The length of qo_indptr and paged_kv_indptr should be the same.")
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.diff(qo) * lens)))
 
 
@@ -34,10 +38,35 @@ def packed(mask: torch.Tensor, elements: np.ndarray) -> tuple[torch.Tensor, torc
     if flat.size < elements[-1]:
         reads_foreign(f"custom_mask[{flat.size}] is read, the mask has {flat.size} elements")
         flat = np.concatenate((flat, np.zeros(int(elements[-1]) - flat.size, np.bool_)))
-    blocks = [np.packbits(flat[a:b], bitorder="little") for a, b in pairwise(elements)]
-    offsets = np.cumsum([0, *(block.size for block in blocks)]).astype(np.int32)
-    bits = np.concatenate(blocks) if blocks else np.empty(0, np.uint8)
-    return torch.from_numpy(bits), torch.from_numpy(offsets)
+    counts = (np.diff(elements) + 7) // 8
+    if counts.size and counts.min() < 0:
+        reads_foreign("a request without pages counts as -page_size keys: blocks of the packed mask overlap")
+    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+    bits = np.zeros(int(offsets.max()), np.uint8)
+    for start, (a, b) in zip(offsets.tolist(), pairwise(elements), strict=False):
+        block = np.packbits(flat[a:b], bitorder="little")
+        bits[start : start + block.size] = block[: bits.size - start]
+    return torch.from_numpy(bits), torch.from_numpy(offsets.astype(np.int32))
+
+
+def check_devices(custom_mask: torch.Tensor | None, **arrays: torch.Tensor) -> None:
+    """Offsets are computed where the index arrays are, and used where the mask is.
+
+    Raises:
+        RuntimeError: (torch's) the arrays are on two devices, or not on the mask's.
+    """
+    places = {cuda.on_device(array) for array in arrays.values()}
+    if len(places) > 1:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+        )
+    if custom_mask is None or cuda.current() is None:
+        return
+    for name, tensor in (("x", custom_mask), ("input_indptr", next(iter(arrays.values())))):
+        if not cuda.on_device(tensor):
+            raise RuntimeError(
+                f"Check failed: ({name}.device().device_type == kDLCUDA) is false: {name} must be a CUDA tensor"
+            )
 
 
 def unpacked(bits: torch.Tensor, offsets: np.ndarray, spans: Sequence[Span]) -> list[np.ndarray]:

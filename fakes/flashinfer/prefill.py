@@ -282,6 +282,10 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if custom_mask is None and packed_mask is None:
             return None
+        masks.check_lengths(qo_indptr, kv_indptr)
+        masks.check_devices(
+            custom_mask, qo_indptr=qo_indptr, kv_indptr=kv_indptr, last_page_len=last_page_len
+        )
         plain, last = cuda.host(kv_indptr), cuda.host(last_page_len)
         lens = (plain[1:] - plain[:-1] - 1) * page_size + last
         elements = masks.element_indptr(qo_indptr, lens)

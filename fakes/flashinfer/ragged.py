@@ -180,6 +180,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
                     rules.indptr(record, name, rules.array(record, name, tensor), batch_size, unit)
             mask = None
             if custom_mask is not None or packed_custom_mask is not None:
+                masks.check_devices(custom_mask, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
                 elements = masks.element_indptr(qo_indptr, host_kv[1:] - host_kv[:-1])
                 if packed_custom_mask is not None:
                     mask = (cuda.host(packed_custom_mask), torch.from_numpy(elements.astype(np.int32)))
