@@ -10,7 +10,7 @@ from typing import Literal
 
 from backends.libraries import LibraryKind
 from conformance.campaign import Campaign
-from conformance.choices import NEEDS_FULL_DEVICE, TraceBatches, chosen_backends, trace_batches
+from conformance.choices import TraceBatches, chosen_backends, left_out, trace_batches
 from conformance.isolation.session import IsolatedSession, open_session
 from conformance.matrix import matrix
 from conformance.render import render
@@ -124,7 +124,7 @@ class Results:
         """The matrix of the random cases, and what they ran on."""
         campaign = self._asked[0]["random"]
         return [
-            f"device: {self.device}; left out: {NEEDS_FULL_DEVICE} (for the full device of a later release)",
+            f"device: {self.device}; left out: {left_out(self.device)}",
             *(f"trace {line}" for line in self._trace.lines),
             *matrix(campaign.tallies.values()).splitlines(),
         ]

@@ -12,10 +12,10 @@ from conformance.campaign import Campaign
 from conformance.checks import CHECKS
 from conformance.choices import (
     DEFAULT_BATCHES,
-    NEEDS_FULL_DEVICE,
     TraceBatches,
     UsageError,
     chosen_backends,
+    left_out,
     require_checks,
     trace_batches,
 )
@@ -148,7 +148,7 @@ def _head_text(head: report.Header, count: int, sessions: int, trace: TraceBatch
         f"backends     {' '.join(head.backends)}",
         f"libraries    {libraries}, {head.mode} mode",
         f"device       {head.device}",
-        f"left out     {NEEDS_FULL_DEVICE}: they need the full device of a later release",
+        f"left out     {left_out(head.device)}",
         f"cases        {count} random ones per backend, seed {head.seed}",
         f"sessions     {sessions} random ones per engine-level backend",
     ]
