@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -62,62 +63,73 @@ class Guards(TorchFunctionMode):
 _FACTORIES = {torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.tensor}
 
 
-class Buffers:
-    """Where the tensors of a backend stood when a graph was captured that reads them.
+Path = tuple[tuple[bool, Any], ...]
+"""From an object to a tensor: each step an attribute (True, name) or an item (False, key)."""
 
-    Judged are those that the captured batch's metadata names, or a library call was given: each by the path from the
+
+class Buffers:
+    """Where the tensors of a backend stood when graphs were captured that read them.
+
+    Judged are those that a captured batch's metadata names, or a library call was given: each by the path from the
     backend that leads to its memory.
     """
 
-    def __init__(self, backend: object, read: set[int]) -> None:
+    def __init__(self, backend: object) -> None:
         self._backend = backend
-        self._at = {
-            path: tensor.data_ptr()
-            for path, tensor in _tensors(backend)
-            if tensor.data_ptr() in read and tensor.numel()
-        }
+        self._all = [(path, tensor.data_ptr()) for path, tensor in _tensors(backend) if tensor.numel()]
+        self._of_size: dict[int, list[tuple[Path, int]]] = {}
 
-    @classmethod
-    def of(cls, backend: object, batch: Batch, calls: Sequence[Call]) -> Buffers:
+    def captured(self, size: int, batch: Batch, calls: Sequence[Call]) -> None:
+        """A graph of this size reads what its batch and its calls name."""
         read = {tensor.data_ptr() for _, tensor in _tensors(batch.attn_metadata) if cuda.on_device(tensor)}
         for call in calls:
             read |= {x.data_ptr for x in call.arguments.values() if isinstance(x, TensorRecord)}
-        return cls(backend, read)
+        self._of_size[size] = [(path, pointer) for path, pointer in self._all if pointer in read]
 
-    def moved(self) -> list[str]:
-        """Paths of tensors that stand elsewhere now: a graph goes on reading the old memory."""
-        if not self._at:
-            return []
-        now = {path: tensor.data_ptr() for path, tensor in _tensors(self._backend)}
-        return [path for path, pointer in self._at.items() if now.get(path, pointer) != pointer]
-
-
-def _tensors(root: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that an object holds, by path; the engine's own are left out."""
-    todo: list[tuple[str, object, int]] = [("", root, 0)]
-    seen: set[int] = set()
-    while todo:
-        path, value, depth = todo.pop()
-        if isinstance(value, torch.Tensor):
-            yield path, value
-            continue
-        if id(value) in seen or depth > _DEPTH or isinstance(value, EngineContext):
-            continue
-        seen.add(id(value))
-        todo += [
-            (f"{path}.{name}" if path and not name.startswith("[") else path + name, part, depth + 1)
-            for name, part in _parts(value)
+    def moved(self, size: int) -> list[str]:
+        """Tensors that stand elsewhere now: the graph of this size goes on reading the old memory."""
+        return [
+            _words(path)
+            for path, pointer in self._of_size[size]
+            if self._stands_at(path) not in (None, pointer)
         ]
 
+    def _stands_at(self, path: Path) -> int | None:
+        value: Any = self._backend
+        try:
+            for by_name, key in path:
+                value = getattr(value, key) if by_name else value[key]
+        except (AttributeError, KeyError, IndexError):
+            return None
+        return value.data_ptr() if isinstance(value, torch.Tensor) else None
 
-def _parts(value: object) -> Iterator[tuple[str, object]]:
+
+def _words(path: Path) -> str:
+    return "".join(f".{key}" if by_name else f"[{key!r}]" for by_name, key in path).removeprefix(".")
+
+
+def _tensors(root: object) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Tensors that an object holds, by path; the engine's own are left out."""
+    todo: list[tuple[Path, object]] = [((), root)]
+    seen: set[int] = set()
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            yield path, value
+        elif len(path) <= _DEPTH and id(value) not in seen and not isinstance(value, _LEAVES):
+            seen.add(id(value))
+            todo += [((*path, step), part) for step, part in _parts(value)]
+
+
+def _parts(value: object) -> Iterator[tuple[tuple[bool, Any], object]]:
     if isinstance(value, dict):
-        named = cast("dict[object, object]", value)
-        yield from ((f"[{key!r}]", part) for key, part in named.items())
+        yield from (((False, key), part) for key, part in cast("dict[object, object]", value).items())
     elif isinstance(value, (list, tuple)):
-        parts = cast("Sequence[object]", value)
-        yield from ((f"[{i}]", part) for i, part in enumerate(parts))
+        yield from (((False, i), part) for i, part in enumerate(cast("Sequence[object]", value)))
     elif is_dataclass(value):
-        yield from ((f.name, getattr(value, f.name, None)) for f in fields(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        yield from vars(value).items()
+        yield from (((True, f.name), getattr(value, f.name, None)) for f in fields(value))
+    elif not callable(value):
+        yield from (((True, name), part) for name, part in getattr(value, "__dict__", {}).items())
+
+
+_LEAVES = (EngineContext, str, int, float, type(None), torch.dtype, torch.device, type, ModuleType)

@@ -190,10 +190,9 @@ class GraphRun(EngineRun):
             with self.guards:
                 self.runner.make_buffers()
             self.runner.capture()
-            self.buffers = {
-                size: Buffers.of(self.backend, self.runner.batches[size], self._captured(size))
-                for size in self.sizes
-            }
+            self.buffers = Buffers(self.backend)
+            for size in self.sizes:
+                self.buffers.captured(size, self.runner.batches[size], self._captured(size))
         found.broken, found.during = found.steps.failure, self._doing
 
     def _captured(self, size: int) -> list[Call]:
@@ -234,7 +233,7 @@ class GraphRun(EngineRun):
         run.pool = fetched_pool(self.pool, self.machine)
         replay.calls = self._carried_out(size)
         replay.movable = [c.name for c in self._captured(size) if c.owner in self._eager_wrappers()]
-        replay.moved = self.buffers[size].moved()
+        replay.moved = self.buffers.moved(size)
         replay.overrun = self.guards.broken()
         found.replays.append(replay)
 
