@@ -15,7 +15,7 @@ from conformance.mutants.mutant import mutant
     base="fi",
     check="lifecycle",
     why="the pinned staging buffer is rewritten by plan without a wait for the copy of the plan before",
-    issue="seed 000",
+    issue="mini-sglang#103",
     requests=2,
     tokens=2,
     alone=True,
@@ -37,7 +37,7 @@ def _(cls: type[Any]) -> type[Any]:
     base="fi",
     check="lifecycle",
     why="the event that the next plan waits for is recorded before plan, not after it",
-    issue="seed 000",
+    issue="mini-sglang#103",
     requests=2,
     tokens=2,
     alone=True,
@@ -63,7 +63,7 @@ def _(cls: type[Any]) -> type[Any]:
     base="fi-paged",
     check="lifecycle",
     why="the event is recorded on a side stream that never waits for the one that plan copies on",
-    issue="seed 000",
+    issue="mini-sglang#103",
     requests=2,
     tokens=2,
     alone=True,
@@ -100,3 +100,51 @@ def _(cls: type[Any]) -> type[Any]:
             return super()._attend(q, k, v, layer_id, batch, **kw)
 
     return ReadsBack
+
+
+@mutant(
+    "pinned_lengths_kept",
+    base="fa",
+    check="lifecycle",
+    why="lengths of every batch go through one pinned buffer, which is rewritten while it is being copied",
+    issue="vllm#23737",
+    tokens=1,
+    alone=True,
+    modes=("strict",),
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class KeepsPinned(cls):
+        def _to_device(self, values: list[int]) -> Any:
+            import torch
+
+            kept = self.__dict__.setdefault("pinned", {})
+            if len(values) not in kept:
+                kept[len(values)] = torch.empty(len(values), dtype=torch.int32, pin_memory=True)
+            kept[len(values)].copy_(torch.tensor(values, dtype=torch.int32))
+            return kept[len(values)].to(self.device, non_blocking=True)
+
+    return KeepsPinned
+
+
+@mutant(
+    "lengths_read_early",
+    base="fa",
+    check="lifecycle",
+    why="lengths are fetched with a non-blocking copy and used before it has arrived",
+    tokens=1,
+    alone=True,
+    modes=("strict",),
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    from dataclasses import replace
+
+    class ReadsEarly(cls):
+        def prepare_metadata(self, batch: Any) -> None:
+            super().prepare_metadata(batch)
+            metadata = batch.attn_metadata
+            lens = metadata.cache_seqlens.to("cpu", non_blocking=True)
+            batch.attn_metadata = replace(metadata, max_seqlen_k=int(lens.max()))
+
+    return ReadsEarly
