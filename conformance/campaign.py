@@ -11,7 +11,7 @@ from cases.model import Case, Level
 from cases.simplify import simplify
 from conformance.examine import examine
 from conformance.find import fails, smallest
-from conformance.outcome import LEADING, Outcome, Verdict
+from conformance.outcome import FATAL, LEADING, Verdict
 from conformance.question import Question
 from conformance.selection import cases_for, distinct, named_cases, sessions_for, smoke_cases
 from conformance.support import unsupported
@@ -25,7 +25,6 @@ MAX_ROUNDS = 20
 """Draws of `count` cases after which a backend that declares next to nothing has been asked enough."""
 ROUND_SEEDS = 1_000_000_007
 """Apart by so much, the seeds of two rounds meet nowhere."""
-_FATAL = {Outcome.CRASHED, Outcome.TIMED_OUT}
 MAX_DEATHS = 30
 """Processes that may be lost to making one case smaller."""
 
@@ -153,7 +152,7 @@ class Campaign:
         """The smallest case that is found for that: by hypothesis, or from the smallest one that was asked."""
         known = self.failure(backend, check)
         asker = known.asker
-        if known.verdict.outcomes[check] in _FATAL:
+        if known.verdict.outcomes[check] in FATAL:
             return self._shrink_fatal(known, check)
         found = [simplify(known.case, lambda case: fails(case, asker, check))]
         if size(found[0]) > _SMALL:

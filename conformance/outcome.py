@@ -24,6 +24,8 @@ class Outcome(StrEnum):
         return self in _FAULTS
 
 
+FATAL = (Outcome.CRASHED, Outcome.TIMED_OUT)
+"""Of a case that cost its process."""
 _FAULTS = {Outcome.MISMATCH, Outcome.RAISED, Outcome.CRASHED, Outcome.TIMED_OUT}
 
 

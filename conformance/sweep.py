@@ -13,15 +13,18 @@ from cases.codec import STORED_DIGITS, digest
 from cases.coverage import Reached
 from cases.model import Case
 from conformance.examine import examine
-from conformance.outcome import Outcome, Verdict
+from conformance.outcome import FATAL, Outcome, Verdict
 from conformance.question import Question
 from conformance.support import unsupported
 from conformance.trial import AnyAsker, RemoteAsker
+from conformance.waivers import forgiven
 
 CHUNK = 1000
 """Cases drawn by one hypothesis run; longer runs keep ever larger trees."""
 Asked = tuple[Case, Sequence[AnyAsker]]
 """A case and the backends that are asked it."""
+MAX_LOST = 25
+"""Processes that a backend may cost; then it is asked no more."""
 Known = Mapping[tuple[str, str], Verdict]
 """Verdicts by backend and digest, of 32 digits."""
 
@@ -54,15 +57,13 @@ class Tally:
         return sum(n for outcome, n in self.outcomes.get(check, Counter()).items() if outcome.is_fault)
 
     @property
+    def lost(self) -> int:
+        """How many cases cost their process."""
+        return sum(counts[outcome] for counts in self.outcomes.values() for outcome in FATAL)
+
+    @property
     def clean(self) -> bool:
         return not self.failures
-
-
-def _left_out(asker: AnyAsker, case: Case) -> Verdict | None:
-    why = unsupported(case, asker.spec.capabilities, asker.mode)
-    if why is None:
-        return None
-    return Verdict(backend=asker.spec.name, digest=digest(case), outcomes={}, unsupported=why)
 
 
 def size(case: Case) -> tuple[int, int, int]:
@@ -122,7 +123,7 @@ class Sweep:
 
         def asked() -> Iterator[tuple[Case, Sequence[str]]]:
             for case, askers in items:
-                settled = [self._recall(asker, case) or _left_out(asker, case) for asker in askers]
+                settled = [self._recall(asker, case) or self._left_out(asker, case) for asker in askers]
                 aside.extend((case, verdict) for verdict in settled if verdict is not None)
                 names = [a.spec.name for a, v in zip(askers, settled, strict=True) if v is None]
                 if names or any(v.unsupported is None for v in settled if v is not None):
@@ -130,11 +131,21 @@ class Sweep:
                 if names:
                     yield case, names
 
-        for told in remote.stream(asked(), self.checks):
+        specs = {asker.spec.name: asker.spec for asker in self.askers}
+        for case, verdict in remote.stream(asked(), self.checks):
             while aside:
                 yield aside.popleft()
-            yield told
+            yield case, forgiven(verdict, case, specs[verdict.backend])
         yield from aside
+
+    def _left_out(self, asker: AnyAsker, case: Case) -> Verdict | None:
+        """The verdict on a case that is not asked."""
+        why = unsupported(case, asker.spec.capabilities, asker.mode)
+        if why is None and self.tallies[asker.spec.name].lost >= MAX_LOST:
+            why = f"not asked after {MAX_LOST} cases that cost their process"
+        if why is None:
+            return None
+        return Verdict(backend=asker.spec.name, digest=digest(case), outcomes={}, unsupported=why)
 
     def _recall(self, asker: AnyAsker, case: Case) -> Verdict | None:
         return self._known.get((asker.spec.name, digest(case)[:STORED_DIGITS])) if self._known else None

@@ -12,8 +12,11 @@ from conformance.__main__ import main
 from conformance.examine import examine
 from conformance.outcome import Verdict
 
-RUN = ["run", "--backend", "torch", "--backend", "conformance.misbehave:WrongShape", "--cases", "8"]
-RUN += ["--check", "values", "--seed", "4", "--report", "r.jsonl"]
+RUN = [
+    *("run", "--backend", "torch", "--backend", "conformance.misbehave:WrongShape", "--cases", "6"),
+    *("--case", '{"steps":[{"requests":[{}]}]}', "--case", '{"page_size":2,"steps":[{"requests":[{}]}]}'),
+    *("--check", "values", "--seed", "4", "--report", "r.jsonl"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ COMMANDS = {
     "backends": "list the backends and what each declares",
     "mutants": "plant known faults and see that each is caught",
     "fidelity": "ask fakes and real libraries the same calls, sound and malformed, and compare",
+    "faults": "crash and hang worker processes on purpose and see that each gets its own outcome",
     "bench": "measure speed and what each kind of values detects",
 }
 

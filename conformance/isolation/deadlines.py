@@ -31,6 +31,6 @@ def compiler_ticks(session: int) -> int:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:  # gone meanwhile
             continue
-        if int(fields[3]) == session:
+        if fields[0] != "Z" and int(fields[3]) == session:
             total += sum(map(int, fields[11:15]))
     return total

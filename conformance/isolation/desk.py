@@ -7,18 +7,19 @@ import pickle
 import sys
 import traceback
 from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
+from backends.registry import BackendSpec
 from cases.codec import to_json
 from conformance.examine import examine
 from conformance.isolation.journal import Journal
 from conformance.isolation.messages import (
     Answered,
     Broke,
-    Declared,
     Judged,
     Place,
     ReadBack,
@@ -27,6 +28,7 @@ from conformance.isolation.messages import (
     Setup,
     Task,
     Work,
+    not_here,
 )
 from conformance.machine import Machine
 from conformance.outcome import Outcome, Verdict
@@ -34,6 +36,7 @@ from conformance.question import Question
 from conformance.readback import read_back
 from conformance.session import Session
 from conformance.trial import Asker
+from conformance.waivers import in_force
 
 
 class Desk:
@@ -55,7 +58,7 @@ class Desk:
         if self._gpu is not None:
             self._gpu.settle()
         return Ready(
-            tuple(Declared(a.spec.name, a.spec.capabilities, a.spec.refuses) for a in self._session.askers),
+            tuple(_described(asker.spec) for asker in self._session.askers),
             self._session.device,
             self._session.libraries,
             0 if self._gpu is None else torch.cuda.device_count(),
@@ -82,7 +85,7 @@ class Desk:
             os.ftruncate(1, 0)
             said = self._judge(question, self._askers[name], task)
             self._conn.send(said)
-            if not isinstance(said, Judged):
+            if not isinstance(said, Judged) or said.last:
                 os._exit(1)  # leaving a lost CUDA context in order can take forever
 
     def _judge(self, question: Question, asker: Asker, task: Task) -> Judged | Retired | Broke:
@@ -96,7 +99,7 @@ class Desk:
         if lost is not None:
             return Retired(Outcome.CRASHED, f"the CUDA context is lost: {lost}", verdict)
         if verdict is not None:
-            return Judged(verdict)
+            return Judged(verdict, last=_ran_out_of_memory(verdict))
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             return Retired(Outcome.RAISED, f"no memory is left for the harness: {_line(error)}", None)
         return Broke("".join(traceback.format_exception(error)))
@@ -110,6 +113,17 @@ class Desk:
         except Exception as error:  # noqa: BLE001 - torch has several classes for it
             return _line(error)
         return None
+
+
+def _described(spec: BackendSpec) -> BackendSpec:
+    """A backend as another process may know it. Only this one knows which releases answer, so which waivers hold."""
+    return replace(spec, factory=not_here, waivers=tuple(replace(w, library=None) for w in in_force(spec)))
+
+
+def _ran_out_of_memory(verdict: Verdict) -> bool:
+    """Whether the backend did; whatever it holds would be missed by its neighbours."""
+    raised = [f.message for f in verdict.findings if f.outcome is Outcome.RAISED]
+    return any("MemoryError: " in message for message in raised)  # also torch's OutOfMemoryError
 
 
 def _line(error: BaseException | None) -> str:

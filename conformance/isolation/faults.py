@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import sys
 import time
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from backends.torch_sdpa import TorchBackend
 
 TRIGGER = 3
 """`extend_len` of the request that sets a fault off: other cases are answered rightly."""
+COMPILE_SECONDS = 4
 
 
 class Faulty(TorchBackend):
@@ -103,6 +105,15 @@ class ClosesEverything(Faulty):
 
     def fault(self, out: torch.Tensor) -> torch.Tensor:
         os.closerange(3, 256)
+        return out
+
+
+class Compiles(Faulty):
+    """Waits for a compiler, another process that is busy: no fault, however long it takes."""
+
+    def fault(self, out: torch.Tensor) -> torch.Tensor:
+        busy = f"import time; end = time.time() + {COMPILE_SECONDS}\nwhile time.time() < end: pass"
+        subprocess.run([sys.executable, "-c", busy], check=True)  # noqa: S603
         return out
 
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from backends.contract import Capabilities
+from backends.contract import EngineContext
 from backends.libraries import Answer
+from backends.registry import BackendSpec
 from cases.model import Case
 from conformance.outcome import Finding, Outcome, Verdict
 
@@ -44,20 +45,16 @@ class Began:
     pid: int
 
 
-@dataclass(frozen=True)
-class Declared:
-    """A backend as the worker resolved it."""
-
-    name: str
-    capabilities: Capabilities
-    refuses: bool
+def not_here(engine: EngineContext) -> Any:
+    """Stands for the factory of a backend in a process that must not make it."""
+    raise RuntimeError(f"a backend of a worker process is made there alone ({engine.num_layers} layers)")
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker is open for work. `gpus`: how many it sees."""
+    """The worker is open for work. `backends`: as it resolved them, made there alone. `gpus`: how many it sees."""
 
-    backends: tuple[Declared, ...]
+    backends: tuple[BackendSpec, ...]
     device: str
     libraries: Mapping[str, Answer]
     gpus: int
@@ -72,9 +69,11 @@ class Unfit:
 
 @dataclass(frozen=True)
 class Judged:
-    """The verdict on the next pair of case and backend, in the order in which they were handed over."""
+    """The verdict on the next pair of case and backend, in the order in which they were handed over. `last`: the worker
+    leaves, because the backend has used up its memory."""
 
     verdict: Verdict
+    last: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 from cases.model import Case
 from conformance.isolation.deadlines import Deadlines, compiler_ticks
 from conformance.isolation.journal import running_file
+from conformance.isolation.lastwords import last_words
 from conformance.isolation.messages import (
     Answered,
     Broke,
@@ -112,6 +113,7 @@ class Pool:
         self._seconds = BATCH_SECONDS
         self._bad_starts = 0
         self._dry = True
+        self._opened = False
         self.deaths = 0
         """Workers that were lost so far."""
         atexit.register(self.close)
@@ -132,7 +134,8 @@ class Pool:
         first = _Slot(0, None, self._new(0, None))
         self._slots = [first]
         ready = self._await(first)
-        gpus: list[str | None] = [None] if ready.gpus < 2 else list(_visible(mine, ready.gpus))
+        self._opened = True
+        gpus: list[str | None] = [None] if ready.gpus < 2 else list(visible_gpus(mine, ready.gpus))
         for index in range(1, self._wanted or len(gpus)):
             gpu = gpus[index % len(gpus)]
             self._slots.append(_Slot(index, gpu, self._new(index, gpu)))
@@ -279,10 +282,14 @@ class Pool:
                 yield from self._gone(slot)
             elif isinstance(message, Judged):
                 self._seconds += 0.1 * (time.monotonic() - slot.since - self._seconds)
-                yield self._told(slot, message.verdict)
+                told = self._told(slot, message.verdict)
+                if message.last:
+                    self._replace(slot)
+                yield told
             elif isinstance(message, Retired):
                 task = slot.jobs[0].task
-                told = self._told(slot, spent(task.case, task.backends[0], message))
+                words = last_words(worker.place.log)
+                told = self._told(slot, spent(task.case, task.backends[0], message, words.said))
                 self._replace(slot)
                 yield told
             elif isinstance(message, Ready):
@@ -290,7 +297,10 @@ class Pool:
                 if self._spares and slot.spare is None:
                     slot.spare = self._new(slot.index, slot.gpu)
             elif isinstance(message, Unfit):
-                raise message.error
+                if not self._opened:
+                    raise message.error
+                self._count_bad_start(f"said {message.error}")
+                self._replace(slot)
             elif isinstance(message, Broke):
                 raise IsolationError(f"the harness failed in a worker process:\n{message.text}")
 
@@ -312,11 +322,14 @@ class Pool:
             verdict = died(task.case, task.backends[0], Outcome.CRASHED, f"the process {how}")
             told.append(self._told(slot, verdict))
         else:
-            self._bad_starts += 1
-            if self._bad_starts >= MAX_BAD_STARTS:
-                raise IsolationError(f"worker processes do not stay alive: the last one {how}")
+            self._count_bad_start(how)
         self._replace(slot)
         yield from told
+
+    def _count_bad_start(self, how: str) -> None:
+        self._bad_starts += 1
+        if self._bad_starts >= MAX_BAD_STARTS:
+            raise IsolationError(f"worker processes do not stay alive: the last one {how}")
 
     def _overdue(self, slot: _Slot) -> Iterator[tuple[Case, Verdict]]:
         """A worker is silent: because it compiles, or because it hangs."""
@@ -348,7 +361,7 @@ class Pool:
         slot.worker, slot.spare = slot.spare or self._new(slot.index, slot.gpu), None
 
 
-def _visible(mine: str | None, count: int) -> Iterable[str]:
+def visible_gpus(mine: str | None, count: int) -> Iterable[str]:
     """What CUDA_VISIBLE_DEVICES must be for each GPU that this process may use."""
     named = [name.strip() for name in (mine or "").split(",") if name.strip()]
     return named if len(named) == count else map(str, range(count))

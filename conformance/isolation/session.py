@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from backends.contract import EngineContext
 from backends.libraries import Answer, LibraryKind
 from backends.registry import BackendSpec
 from cases.model import Case
@@ -70,7 +69,7 @@ class IsolatedSession:
             stack.callback(self.pool.close)
             ready = self.pool.open()
             self._stack = stack.pop_all()
-        self.specs = [BackendSpec(d.name, _not_here, d.capabilities, d.refuses) for d in ready.backends]
+        self.specs = list(ready.backends)
         self.askers = [WorkerAsker(spec, self.mode, self.pool) for spec in self.specs]
         self.libraries, self.device = ready.libraries, f"{ready.device} (isolated)"
         return self
@@ -129,7 +128,3 @@ def _path(cls: type[Any]) -> str:
 
 def _frozen(checks: Collection[str] | None) -> frozenset[str] | None:
     return None if checks is None else frozenset(checks)
-
-
-def _not_here(engine: EngineContext) -> Any:
-    raise RuntimeError(f"a backend of a worker process cannot be made here ({engine.num_layers} layers)")
