@@ -76,7 +76,8 @@ class Streams:
     def drain(self, what: str) -> None:
         """An operation makes the host wait for the current stream and reads a device value: `item`, `nonzero`."""
         self._refuse(what)
-        watch.host_waits(what)
+        name = what.removeprefix("aten::")
+        watch.host_waits("item" if name == "_local_scalar_dense" else name)
         self.timeline.wait(self.now.clock)
 
     def staged_copy(self, kind: Literal["h2d", "d2h"], non_blocking: bool, pinned: bool) -> None:
