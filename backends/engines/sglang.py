@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -31,6 +30,7 @@ from backends.fi import FI_HEAD_DIMS
 from backends.refusal import refuse_undeclared
 from backends.registry import BackendError
 from fakes import cuda, releases
+from fakes.cuda.full.triton import interpreted
 
 RELEASE = "0.5.23"
 PINNED = {"flashinfer": "0.7.2", "sgl_kernel": "0.4.10"}
@@ -85,8 +85,8 @@ class SGLangBackend:
         Raises:
             BackendError: it is not installed, or it is another release.
         """
-        with releases.select(**PINNED), _variables(TRITON_INTERPRET="1"):
-            _require_installed()
+        _require_installed()
+        with releases.select(**PINNED), interpreted():
             with cuda.resumed():
                 for library in PINNED:
                     importlib.import_module(library)
@@ -191,11 +191,12 @@ class FlashInfer(SGLangBackend):
 
 
 class FlashAttention(SGLangBackend):
-    """`--attention-backend fa3`."""
+    """`--attention-backend fa3`. Its page-table kernel for graphs takes page sizes that are powers of two."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         library=frozenset({"flashinfer", "sgl_kernel"}),
         dtypes=frozenset({"float16", "bfloat16"}),
+        page_sizes=frozenset({1, 2, 4, 8, 16, 32, 64, 128, 256}),
         head_dims=FA_HEAD_DIMS,
         window=True,
         soft_cap=True,
@@ -217,18 +218,3 @@ def _require_installed() -> None:
 
 def _from(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"sglang.srt.{module}"), name)
-
-
-@contextmanager
-def _variables(**values: str) -> Iterator[None]:
-    """Environment variables, as they were again afterwards."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
