@@ -148,3 +148,26 @@ def _(cls: type[Any]) -> type[Any]:
             batch.attn_metadata = replace(metadata, max_seqlen_k=int(lens.max()))
 
     return ReadsEarly
+
+
+@mutant(
+    "replay_without_wait",
+    base="fi",
+    check="graphs",
+    why="before a replay, plan rewrites the staging buffer without a wait for the copy of the plan before",
+    issue="mini-sglang#103",
+    requests=2,
+    tokens=2,
+    alone=True,
+    modes=("strict",),
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class NeverWaits(cls):
+        def prepare_for_replay(self, batch: Any) -> None:
+            import torch
+
+            self.last_event = torch.cuda.Event()
+            super().prepare_for_replay(batch)
+
+    return NeverWaits
