@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from conformance.choices import UsageError
 from conformance.cli.usage import at_least
@@ -15,22 +15,23 @@ from conformance.fidelity.compare import Comparison, Disagreement, compare
 from conformance.fidelity.generate import calls
 from conformance.fidelity.record import Observations
 from conformance.fidelity.shrink import shrink
+from conformance.fidelity.verdict import Seen
 from conformance.fidelity.workers import WorkerError
 from fakes import releases
 
 DEFAULT_CASES = 2000
 LIBRARIES = ("flashinfer", "sgl_kernel")
-SHRUNK = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         nargs="?",
-        choices=("both", "observe", "compare"),
+        choices=("both", "observe", "compare", "compile"),
         default="both",
         help="both: ask the fakes here and the real libraries in workers, and compare (the default); observe: "
-        "ask one of them and write a file; compare: compare two such files",
+        "ask one of them and write a file; compare: compare two such files; compile: let the real library "
+        "compile the kernel variants that the calls need",
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help="compare: two files that observe wrote")
     parser.add_argument("--cases", type=at_least(1), default=DEFAULT_CASES, metavar="N", help="random calls")
@@ -51,10 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="both: instead of the real libraries ask the fakes of these releases",
     )
     parser.add_argument("--entry", action="append", default=[], metavar="NAME", help="only this entry point")
-    parser.add_argument("--no-rules", action="store_true", help="leave the contract's rules out")
+    parser.add_argument(
+        "--ask",
+        choices=("all", "calls", "rules"),
+        default="all",
+        help="random calls, contract rules, or both",
+    )
     parser.add_argument("--workers", type=at_least(1), metavar="N", help="processes that share the GPU")
     parser.add_argument(
         "--out", metavar="FILE", help="where observe writes; both writes FILE.fake and FILE.real"
+    )
+    parser.add_argument(
+        "--expected",
+        metavar="FILE",
+        help="what the fakes did with the same calls, for the order of the real ones (default: ask them)",
     )
     parser.add_argument(
         "--list-variants", action="store_true", help="list the kernel variants that FlashInfer will compile"
@@ -74,11 +85,12 @@ def main(args: argparse.Namespace) -> int:
     if args.files:
         raise UsageError(f"{args.action} takes no files, got {args.files[0]}")
     versions = dict.fromkeys(libraries, "") | _versions(args.library_version, libraries)
-    drawn = list(dict.fromkeys(calls(args.cases, args.seed, entries)))
+    drawn = [] if args.ask == "rules" else list(dict.fromkeys(calls(args.cases, args.seed, entries)))
     try:
-        if args.action == "observe":
-            return _observe(args, drawn, versions)
-        return _both(args, drawn, versions, libraries)
+        if args.action == "compile":
+            _real(args, [], versions, {}, rules=False)
+            return 0
+        return (_observe if args.action == "observe" else _both)(args, drawn, versions)
     except WorkerError as error:
         raise UsageError(str(error)) from error
 
@@ -99,14 +111,12 @@ def _versions(words: list[str], libraries: list[str]) -> dict[str, str]:
     for word in words:
         name, _, version = word.partition("=")
         if name not in libraries or not version:
-            raise UsageError(
-                f"--library-version is {word!r}, must be one of {', '.join(libraries)} = a release"
-            )
+            raise UsageError(f"a library version is {word!r}, must be {' or '.join(libraries)} = a release")
         chosen[name] = version
     return chosen
 
 
-def _known(versions: dict[str, str]) -> dict[str, str]:
+def _known(versions: Mapping[str, str]) -> dict[str, str]:
     """Releases that fakes stand for: those given, else the default ones."""
     for name, version in versions.items():
         if version and version not in releases.KNOWN[name]:
@@ -115,57 +125,79 @@ def _known(versions: dict[str, str]) -> dict[str, str]:
     return {name: version or releases.selected(name) for name, version in versions.items()}
 
 
+def _nearest(versions: Mapping[str, str]) -> dict[str, str]:
+    """The releases of fakes to compare real ones with: the same, without a local suffix, or the default."""
+    return {
+        name: next(
+            (known for known in releases.KNOWN[name] if version == known or version.startswith(f"{known}.")),
+            releases.selected(name),
+        )
+        for name, version in ((name, version.partition("+")[0]) for name, version in versions.items())
+    }
+
+
+def _fake(args: argparse.Namespace, drawn: list[LibraryCall], versions: Mapping[str, str]) -> Observations:
+    return run.observe_fakes(drawn, versions, rules=args.ask != "calls", seed=args.seed)
+
+
 def _observe(args: argparse.Namespace, drawn: list[LibraryCall], versions: dict[str, str]) -> int:
     if not args.out:
         raise UsageError("observe needs --out FILE")
     if args.library == "fake":
-        seen = run.observe_fakes(drawn, _known(versions), rules=not args.no_rules, seed=args.seed)
+        seen = _fake(args, drawn, _known(versions))
     else:
-        seen = _real(args, drawn, versions, _expected(drawn, versions))
+        seen = _real(args, drawn, versions, _expected(args, drawn, versions), keep=args.out)
     record.write(args.out, seen)
     print(f"{seen.name}: {len(seen.calls)} calls and {len(seen.rules)} rules in {args.out}\n")
     print(report.table(seen))
     return 0
 
 
-def _expected(drawn: list[LibraryCall], versions: dict[str, str]) -> Observations:
+def _expected(
+    args: argparse.Namespace, drawn: list[LibraryCall], versions: Mapping[str, str]
+) -> Mapping[LibraryCall, Seen]:
     """What the fakes foresee, so that calls that crash come last."""
-    near = {
-        name: version if version in releases.KNOWN[name] else releases.KNOWN[name][0]
-        for name, version in versions.items()
-    }
-    return run.observe_fakes(drawn, near, rules=False)
+    if args.expected:
+        return record.read(args.expected).calls
+    return run.observe_fakes(drawn, _nearest(versions), rules=False).calls
 
 
 def _real(
-    args: argparse.Namespace, drawn: list[LibraryCall], versions: dict[str, str], expected: Observations
+    args: argparse.Namespace,
+    drawn: list[LibraryCall],
+    versions: Mapping[str, str],
+    expected: Mapping[LibraryCall, Seen],
+    *,
+    rules: bool | None = None,
+    keep: str | None = None,
 ) -> Observations:
     return run.observe_real(
         drawn,
         versions,
-        rules=not args.no_rules,
-        expected=expected.calls,
+        rules=args.ask != "calls" if rules is None else rules,
+        expected=expected,
         workers=args.workers or max(1, (os.cpu_count() or 2) - 2),
         told=lambda line: print(line, file=sys.stderr, flush=True),
         seed=args.seed,
+        journal=keep,
     )
 
 
-def _both(
-    args: argparse.Namespace, drawn: list[LibraryCall], versions: dict[str, str], libraries: list[str]
-) -> int:
-    rules = not args.no_rules
+def _both(args: argparse.Namespace, drawn: list[LibraryCall], versions: dict[str, str]) -> int:
     if args.against:
         fakes = _known(versions)
-        others = fakes | _known(_versions(args.against, libraries))
-        fake = run.observe_fakes(drawn, fakes, rules=rules, seed=args.seed)
-        other = run.observe_fakes(drawn, others, rules=rules, seed=args.seed)
+        others = fakes | _known(_versions(args.against, list(versions)))
+        fake, other = _fake(args, drawn, fakes), _fake(args, drawn, others)
     else:
-        other = _real(args, drawn, versions, _expected(drawn, versions))
-        fake = run.observe_fakes(drawn, _known(other.versions), rules=rules, seed=args.seed)
+        keep = f"{args.out}.real" if args.out else None
+        other = _real(args, drawn, versions, _expected(args, drawn, versions), keep=keep)
+        if keep:
+            record.write(keep, other)
+        fake = _fake(args, drawn, _nearest(other.versions))
     if args.out:
         record.write(f"{args.out}.fake", fake)
-        record.write(f"{args.out}.{'other' if args.against else 'real'}", other)
+        if args.against:
+            record.write(f"{args.out}.other", other)
     print(f"{report.table(fake)}\n", flush=True)
     comparison = compare(fake, other)
     if not comparison.disagreements:

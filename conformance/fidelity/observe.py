@@ -101,10 +101,24 @@ def _require_context(error: Exception) -> None:
     Raises:
         ContextLost: it does not.
     """
-    if not torch.cuda.is_available():
-        return
-    try:
-        torch.zeros(8, device="cuda").add_(1).cpu()
-        torch.cuda.synchronize()
-    except RuntimeError:
+    if lost():
         raise ContextLost(" ".join(str(error).split())[:200]) from error
+
+
+def lost() -> str:
+    """What killed the CUDA context, or "".
+
+    Asked twice: a launch that was refused is reported once more by whatever comes next, and then forgotten.
+    """
+    if not torch.cuda.is_available():
+        return ""
+    said = ""
+    for _ in range(2):
+        try:
+            torch.zeros(8, device="cuda").add_(1).cpu()
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            said = " ".join(str(error).split())[:200]
+        else:
+            return ""
+    return said

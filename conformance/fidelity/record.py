@@ -32,6 +32,27 @@ class Observations:
         return " ".join([self.kind, *(f"{library} {version}" for library, version in self.versions.items())])
 
 
+class Journal:
+    """What is observed, line by line as it comes: a file that `write` replaces when all of it is there."""
+
+    def __init__(self, path: str | Path, seen: Observations) -> None:
+        self._file = Path(path).open("w", buffering=1)  # noqa: SIM115 - closed by `close`
+        self._put(_head(seen))
+
+    def call(self, call: LibraryCall, what: Seen) -> None:
+        self._put({"call": json.loads(to_json(call)), "seen": what.to_json()})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _put(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def _head(seen: Observations) -> Mapping[str, Any]:
+    return {"format": FORMAT, "kind": seen.kind, "versions": seen.versions, "seed": seen.seed}
+
+
 def write(path: str | Path, seen: Observations) -> None:
     """Write a file that `read` reads."""
     with Path(path).open("w") as file:
@@ -39,7 +60,7 @@ def write(path: str | Path, seen: Observations) -> None:
 
 
 def _lines(seen: Observations) -> Iterable[Mapping[str, Any]]:
-    yield {"format": FORMAT, "kind": seen.kind, "versions": seen.versions, "seed": seen.seed}
+    yield _head(seen)
     for call, what in seen.calls.items():
         yield {"call": json.loads(to_json(call)), "seen": what.to_json()}
     for rule, what in seen.rules.items():

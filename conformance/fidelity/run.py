@@ -10,6 +10,7 @@ from importlib import import_module
 from random import Random
 from typing import Any
 
+from conformance.fidelity import record
 from conformance.fidelity.call import ENTRIES, FLASHINFER_MERGE, LibraryCall, from_json, to_json
 from conformance.fidelity.compare import Disagreement, disagreement
 from conformance.fidelity.generate import VARIANTS, draw
@@ -90,17 +91,21 @@ def observe_real(
     workers: int,
     told: Told,
     seed: int | None = None,
+    journal: str | None = None,
+    spares: int = 2,
     module: str = WORKER,
 ) -> Observations:
-    """Ask the real libraries in `workers` processes; calls that `expected` says will crash come last.
+    """Ask the real libraries in `workers` processes; calls that `expected` says may crash come last.
+
+    `journal`: a file that answers to calls are written to as they come.
 
     Raises:
         WorkerError: they cannot be asked here: no GPU, a library that is missing or of another version.
     """
     words = [f"{library}={version}" for library, version in versions.items()]
     seen = Observations("real", dict(versions), seed)
-    with Pool(module, workers, words, spares=2 if workers > 1 else 1) as pool:
-        for_each = _Asking(pool, seen, told)
+    with Pool(module, workers, words, spares) as pool, _kept(journal, seen) as kept:
+        for_each = _Asking(pool, seen, told, kept)
         builds = variants(versions)
         for_each.calls(list(builds.values()), "kernel variants compiled", BUILD_DEADLINE, keep=False)
         seen.versions = dict(pool.versions)
@@ -114,6 +119,18 @@ def observe_real(
 
 
 _SOUND = Seen("right")
+
+
+@contextmanager
+def _kept(path: str | None, seen: Observations) -> Generator[record.Journal | None]:
+    if path is None:
+        yield None
+        return
+    journal = record.Journal(path, seen)
+    try:
+        yield journal
+    finally:
+        journal.close()
 
 
 @contextmanager
@@ -144,10 +161,13 @@ def asking_again(
 class _Asking:
     """Puts tasks to a pool and keeps the answers."""
 
-    def __init__(self, pool: Pool, seen: Observations, told: Told) -> None:
+    def __init__(
+        self, pool: Pool, seen: Observations, told: Told, journal: record.Journal | None = None
+    ) -> None:
         self._pool = pool
         self._seen = seen
         self._told = told
+        self._journal = journal
 
     def calls(
         self, calls: Sequence[LibraryCall], what: str, deadline: float = 0.0, *, keep: bool = True
@@ -161,6 +181,8 @@ class _Asking:
                 self._seen.calls[call] = Seen("hung" if answer.hung else "crashed", detail=answer.how)
             else:
                 self._seen.calls[call] = Seen.from_json(answer["seen"])
+            if self._journal is not None:
+                self._journal.call(call, self._seen.calls[call])
 
         step = self._progress(what, len(calls))
         self._pool.ask(

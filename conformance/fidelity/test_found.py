@@ -26,6 +26,7 @@ FOUND = [
     ),
     # offsets of a custom mask are computed where the index arrays are, and used on the device
     (PREFILL + '"host_metadata":true,"kv_lens":[9]}', "0.6.6", "refused RuntimeError"),
+    (PREFILL + '"host_metadata":true,"kv_lens":[9]}', "0.7.4", "right"),
     (PREFILL + '"kv_lens":[9],"malformations":["host:kv_indptr"]}', "0.6.6", "refused RuntimeError"),
     # a request without pages counts as -page_size keys of a custom mask
     (PREFILL + '"kv_lens":[9,0,20],"qo_lens":[3,2,4]}', "0.6.6", "undefined"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conformance.__main__ import main
-from conformance.fidelity import run
+from conformance.fidelity import run, workers
 from conformance.fidelity.call import LibraryCall
 from conformance.fidelity.compare import compare
 from conformance.fidelity.generate import calls
@@ -110,7 +110,7 @@ def test_a_fake_that_forgives_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one.fake.kind == "refused" for one in found)
 
 
-def test_workers_die_and_the_others_answer() -> None:
+def test_workers_die_and_the_others_answer(tmp_path: Path) -> None:
     asked = [
         LibraryCall(entry="fi.decode.cuda_core", kv_lens=(30,), page_size=16),
         LibraryCall(entry="fi.decode.cuda_core", malformations=("headless:kv_indptr",)),
@@ -126,6 +126,8 @@ def test_workers_die_and_the_others_answer() -> None:
         expected=expected.calls,
         workers=1,
         told=heard.append,
+        journal=str(tmp_path / "journal"),
+        spares=0,
         module=STAND_IN,
     )
     assert list(seen.calls) == asked
@@ -134,13 +136,15 @@ def test_workers_die_and_the_others_answer() -> None:
     assert seen.versions == {"flashinfer": "0.6.6"}
     assert heard[-1] == "calls that may crash: 2 of 2"
     assert compare(expected, seen).clean
+    assert len((tmp_path / "journal").read_text().splitlines()) == 1 + len(asked)
 
 
-def test_workers_without_a_gpu_say_so() -> None:
+def test_workers_without_a_gpu_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "STARTS", 1)
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(WorkerError, match="did not start: RuntimeError: no GPU answers"):
-        run.observe_real([], BOTH, rules=False, expected={}, workers=1, told=str)
+    with pytest.raises(WorkerError, match="do not start: RuntimeError: no GPU answers"):
+        run.observe_real([], BOTH, rules=False, expected={}, workers=1, told=str, spares=0)
 
 
 def test_a_worker_that_hangs_is_killed(tmp_path: Path) -> None:
@@ -160,7 +164,7 @@ def test_a_worker_that_hangs_is_killed(tmp_path: Path) -> None:
 
 def test_command_compares_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = (str(tmp_path / name) for name in "abc")
-    draw = ["--cases", "60", "--entry", "fi.merge_state", "--entry", "fi.ragged.fa2", "--no-rules"]
+    draw = ["--cases", "60", "--entry", "fi.merge_state", "--entry", "fi.ragged.fa2", "--ask", "calls"]
     assert main(["fidelity", "observe", "--library", "fake", "--out", a, *draw]) == 0
     assert main(["fidelity", "observe", "--library", "fake", "--out", b, *draw]) == 0
     later = ["--library-version", "flashinfer=0.7.4"]
@@ -182,7 +186,7 @@ def test_command_lists_variants(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "one"], "compare takes two files, got 1"),
         (["observe"], "observe needs --out FILE"),
         (["--entry", "fi.nothing"], "unknown entry point 'fi.nothing'"),
-        (["--library-version", "torch=1"], "must be one of flashinfer, sgl_kernel"),
+        (["--library-version", "torch=1"], "must be flashinfer or sgl_kernel"),
         (["--against", "flashinfer=0.1"], "no fake of flashinfer 0.1"),
         (["both", "file"], "both takes no files"),
     ],

@@ -19,7 +19,7 @@ from torch.utils import deterministic
 
 from backends import libraries
 from conformance.fidelity.call import LibraryCall, from_json
-from conformance.fidelity.observe import ContextLost, ask_real
+from conformance.fidelity.observe import ContextLost, ask_real, lost
 from conformance.fidelity.verdict import Seen
 from fakes.contract import rules
 from fakes.contract.rule import Lab, Observation, observe
@@ -98,14 +98,10 @@ def ask_call(call: LibraryCall) -> Seen:
 def ask_rule(name: str) -> tuple[Observation, bool]:
     rule = next(rule for rule in rules() if rule.id == name)
     observed = observe(rule, Lab(import_module(rule.library), "cuda"))
-    try:
-        torch.cuda.synchronize()
-        torch.zeros(8, device="cuda").add_(1).cpu()
-    except RuntimeError as error:
-        if observed.kind != "refused":
-            observed = Observation("crashes", " ".join(str(error).split())[:200])
-        return observed, True
-    return observed, False
+    dead = lost()
+    if dead and observed.kind != "refused":
+        observed = Observation("crashes", dead)
+    return observed, bool(dead)
 
 
 if __name__ == "__main__":

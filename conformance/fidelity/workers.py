@@ -25,6 +25,9 @@ Task = Mapping[str, Any]
 Answer = dict[str, Any]
 
 START_DEADLINE = 180.0
+STARTS = 3
+"""So many processes in a row may fail to start, as when the GPU's memory is full for a moment."""
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -149,6 +152,22 @@ class Pool:
             except Empty:
                 return
 
+    def _ready(self) -> Worker:
+        """A worker that has imported its libraries.
+
+        Raises:
+            WorkerError: none came up, several times in a row.
+        """
+        died = None
+        for _ in range(STARTS):
+            worker = self._idle.get()
+            died = worker.wait_ready()
+            if died is None:
+                self.versions = worker.versions or {}
+                return worker
+            self._idle.put(Worker(self._module, self._arguments))
+        raise WorkerError(f"worker processes do not start: {died.how if died else ''}")
+
     def ask(
         self,
         tasks: Iterable[Task],
@@ -175,10 +194,7 @@ class Pool:
                         task = waiting.get_nowait()
                     except Empty:
                         return
-                    worker = worker or self._idle.get()
-                    if (died := worker.wait_ready()) is not None:
-                        raise WorkerError(f"a worker process did not start: {died.how}")  # noqa: TRY301
-                    self.versions = worker.versions or {}
+                    worker = worker or self._ready()
                     answer = worker.ask(task, deadline(task))
                     gone = isinstance(answer, Death) or answer.get("last", False)
                     if gone:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from fakes import cuda
+from fakes import cuda, releases
 from fakes.recorder import Span, reads_foreign
 
 
@@ -50,7 +50,7 @@ def packed(mask: torch.Tensor, elements: np.ndarray) -> tuple[torch.Tensor, torc
 
 
 def check_devices(custom_mask: torch.Tensor | None, **arrays: torch.Tensor) -> None:
-    """Offsets are computed where the index arrays are, and used where the mask is.
+    """Offsets are computed where the index arrays are, and used where the mask is (0.7.4 moves them there).
 
     Raises:
         RuntimeError: (torch's) the arrays are on two devices, or not on the mask's.
@@ -62,7 +62,10 @@ def check_devices(custom_mask: torch.Tensor | None, **arrays: torch.Tensor) -> N
         )
     if custom_mask is None or cuda.current() is None:
         return
-    for name, tensor in (("x", custom_mask), ("input_indptr", next(iter(arrays.values())))):
+    used = [("x", custom_mask)]
+    if not releases.at_least("flashinfer", "0.7.4"):
+        used.append(("input_indptr", next(iter(arrays.values()))))
+    for name, tensor in used:
         if not cuda.on_device(tensor):
             raise RuntimeError(
                 f"Check failed: ({name}.device().device_type == kDLCUDA) is false: {name} must be a CUDA tensor"
