@@ -15,6 +15,7 @@ from threadpoolctl import threadpool_limits  # pyright: ignore[reportMissingType
 
 from backends.libraries import DISTRIBUTIONS, Answer, LibraryKind, answered, use
 from backends.registry import BackendSpec, resolve, spec_of
+from conformance.jit.choose import DEFAULT_VARIANTS, modules_for, narrowed
 from conformance.machine import GPU, Machine
 from conformance.question import large_answers_on
 from conformance.trial import Asker
@@ -30,6 +31,7 @@ class Session:
         library: "fake" or "real": which kind of kernel library answers.
         mode: how the fakes behave (`fakes.recorder`); real libraries are faithful to themselves.
         device_sim: which simulated device: "auto", "light" or "full".
+        variants: with real libraries, how many kernels FlashInfer compiles at most; cases are drawn for these.
 
     With real libraries every backend runs on the first GPU that this process sees.
 
@@ -45,6 +47,7 @@ class Session:
         library: LibraryKind = "fake",
         mode: Mode = "strict",
         device_sim: Literal["auto", "light", "full"] = "auto",
+        variants: int = DEFAULT_VARIANTS,
     ) -> None:
         use(library, DISTRIBUTIONS if library == "fake" else ())
         self._real = library == "real"
@@ -56,6 +59,8 @@ class Session:
         self._needed = {name for spec in self.specs for name in spec.capabilities.library}
         if self._real:
             use(library, self._needed & DISTRIBUTIONS.keys())
+            modules = modules_for(self.specs, variants)
+            self.specs = [narrowed(spec, modules) for spec in self.specs]
         self.askers: list[Asker] = []
         self.libraries: dict[str, Answer] = {}
         self._stack = ExitStack()
