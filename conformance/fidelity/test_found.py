@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from conformance.fidelity.call import from_json
@@ -10,6 +11,10 @@ from conformance.fidelity.observe import on_fakes
 pytestmark = pytest.mark.cpu
 
 PREFILL = '{"custom_mask":true,"entry":"fi.prefill.fa2","page_size":16,'
+
+FOUND_ZEROS = (
+    '{"entry":"fi.prefill.fa2","kv_lens":[40],"malformations":["heads:half"],"num_qo_heads":8,"qo_lens":[20]}'
+)
 
 FOUND = [
     # a custom mask does not switch the compiled window off
@@ -55,9 +60,31 @@ FOUND = [
     ('{"entry":"fi.ragged.fa2","kv_lens":[5],"malformations":["keys:fewer"]}', "0.6.6", "undefined"),
     ('{"entry":"fi.ragged.fa3","kv_lens":[5],"malformations":["keys:fewer"]}', "0.6.6", "wrong"),
     ('{"entry":"sgl.varlen","kv_lens":[5],"malformations":["keys:fewer"]}', "0.6.6", "wrong"),
+    # paged prefill leaves zeros in rows that no tile computes; split ones are merged from the workspace
+    (FOUND_ZEROS, "0.6.6", "wrong"),
+    (
+        '{"entry":"fi.prefill.fa2","kv_lens":[300],"malformations":["heads:half"],"num_qo_heads":8,"qo_lens":[20]}',
+        "0.6.6",
+        "undefined",
+    ),
+    # two requests that write the same rows race
+    (
+        '{"entry":"sgl.varlen","kv_lens":[4,4,4],"malformations":["falls:cu_seqlens_q"],"qo_lens":[3,3,3],"seed":1}',
+        "0.6.6",
+        "undefined",
+    ),
     # CUDA-core decode takes the end of the page ids from the entry that q's rows point at
     ('{"entry":"fi.decode.cuda_core","malformations":["rows:more"]}', "0.6.6", "undefined"),
 ]
+
+
+def test_rows_that_no_tile_computes_hold_zeros() -> None:
+    with on_fakes({}) as ask:
+        seen = ask(from_json(FOUND_ZEROS))
+    assert seen.numbers is not None
+    blank = np.isnan(seen.numbers[..., -1])
+    assert blank.any()
+    assert (seen.numbers[blank][:, :-1] == 0).all()
 
 
 @pytest.mark.parametrize(("call", "release", "kind"), FOUND, ids=[str(n) for n in range(len(FOUND))])

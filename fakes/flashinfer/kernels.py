@@ -14,7 +14,7 @@ from fakes import attend as numbers
 from fakes import releases
 from fakes.flashinfer import staging
 from fakes.flashinfer.plans import Plan
-from fakes.recorder import Attended, Call, Span
+from fakes.recorder import Attended, Call, Span, reads_foreign
 
 SENTINEL = -5.0e4
 """Log2-sum-exp of a row without keys before 0.7.2: the masked score, which is finite there."""
@@ -241,12 +241,13 @@ def _reached(
 def _drop_uncut(
     launch: Launch, spans: Sequence[Span], out: np.ndarray, lse: np.ndarray, num_kv_heads: int
 ) -> None:
-    """Heads and packed rows that the plan made no tile for are not computed."""
+    """Heads and packed rows that the plan made no tile for are not computed; split ones are merged all the same."""
     plan = launch.plan
+    blank = 0.0 if launch.zeroed else np.nan
     num_qo_heads = out.shape[1]
     if plan.kernel == "fa3":
         if num_qo_heads > plan.num_qo_heads:
-            out[:, plan.num_qo_heads :] = np.nan
+            out[:, plan.num_qo_heads :] = blank
             lse[:, plan.num_qo_heads :] = np.nan
         return
     group = num_qo_heads // num_kv_heads
@@ -258,9 +259,11 @@ def _drop_uncut(
         cut = tiles * schedule.tile_rows
         if cut >= count * group:
             continue
+        if plan.scratch:
+            reads_foreign("rows that no tile computed are merged from what the float workspace holds")
         packed = np.arange(count)[:, None] * group + np.arange(num_qo_heads)[None, :] % group
         rows = slice(span.q_start, span.q_end)
-        out[rows][packed >= cut] = np.nan
+        out[rows][packed >= cut] = blank
         lse[rows][packed >= cut] = np.nan
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from fakes import cuda, modes
+from fakes.recorder import reads_foreign
 from fakes.sgl_kernel.arguments import Forward, Shape
 from fakes.sgl_kernel.findings import find, strict
 from fakes.sgl_kernel.pages import Keys, paged_slots
@@ -42,7 +43,12 @@ def query_bounds(args: Forward, shape: Shape, rows: int) -> list[tuple[int, int]
             raise modes.UndefinedRead(
                 f"cu_seqlens_q gives request {index} the rows {start} to {stop - 1}, q has {rows}"
             )
-    return [(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True)]
+    bounds = [(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True)]
+    if any(after[0] < before[1] for before, after in pairwise(bounds)):
+        ordered = sorted(bound for bound in bounds if bound[0] < bound[1])
+        if any(after[0] < before[1] for before, after in pairwise(ordered)):
+            reads_foreign("two requests write the same rows: the later one stays")
+    return bounds
 
 
 def key_lengths(args: Forward, shape: Shape) -> np.ndarray:
