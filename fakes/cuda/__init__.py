@@ -66,7 +66,7 @@ def streams() -> Streams | None:
 def simulated_cuda(kind: Literal["auto", "light", "full"] = "auto") -> Iterator[Simulation]:
     """Install a simulated CUDA device, one in a process, and remove every trace of it afterwards.
 
-    `kind`: "light", "full", or "auto" for the best that can be had here without compiling anything.
+    `kind`: "full", "light", or "auto" for the full one where it can be had here, else the light one.
 
     Raises:
         DeviceUnavailable: That kind cannot be installed here.
@@ -83,10 +83,14 @@ def simulated_cuda(kind: Literal["auto", "light", "full"] = "auto") -> Iterator[
 def _device(kind: str) -> Simulation:
     if kind not in ("auto", "light", "full"):
         raise ValueError(f'kind of simulated CUDA device is {kind!r}, must be "auto", "light" or "full"')
-    if kind == "full":
+    if kind != "light":
         from fakes.cuda.full.device import FullDevice
 
-        return FullDevice()
+        try:
+            return FullDevice()
+        except DeviceUnavailable:
+            if kind == "full":
+                raise
     from fakes.cuda.light import LightDevice
 
     return LightDevice()

@@ -31,7 +31,7 @@ def light() -> Iterator[cuda.Simulation]:
 
 def test_current() -> None:
     assert cuda.current() is None
-    with cuda.simulated_cuda() as simulation:
+    with cuda.simulated_cuda("light") as simulation:
         assert cuda.current() is simulation
         assert simulation.kind == "light"
     assert cuda.current() is None
@@ -43,7 +43,7 @@ def test_an_unknown_kind() -> None:
 
 
 def test_one_at_a_time(light: cuda.Simulation) -> None:
-    with pytest.raises(RuntimeError, match="already installed"), cuda.simulated_cuda():
+    with pytest.raises(RuntimeError, match="already installed"), cuda.simulated_cuda("light"):
         pass
     assert cuda.current() is light
     assert there(row())
@@ -53,7 +53,7 @@ def test_refused_beside_a_real_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     before = _torchs_state()
-    with pytest.raises(cuda.DeviceUnavailable, match="finds a real one"), cuda.simulated_cuda():
+    with pytest.raises(cuda.DeviceUnavailable, match="finds a real one"), cuda.simulated_cuda("light"):
         pass
     assert cuda.current() is None
     assert _torchs_state() == before
@@ -69,11 +69,11 @@ def _torchs_state() -> dict[str, Any]:
 def test_no_trace_is_left() -> None:
     _jit_once()
     before = _torchs_state()
-    with cuda.simulated_cuda():
+    with cuda.simulated_cuda("light"):
         assert _torchs_state() != before
         kept = row()
     assert _torchs_state() == before
-    with pytest.raises(ZeroDivisionError), cuda.simulated_cuda():
+    with pytest.raises(ZeroDivisionError), cuda.simulated_cuda("light"):
         1 / 0  # noqa: B018
     assert _torchs_state() == before
     assert here(kept, kept + torch.zeros(6))
@@ -82,7 +82,7 @@ def test_no_trace_is_left() -> None:
 
 def _jit_once() -> None:
     """torch fills in some names when they are first used."""
-    with cuda.simulated_cuda():
+    with cuda.simulated_cuda("light"):
         row().cpu()
 
 
@@ -94,7 +94,7 @@ def test_no_trace_of_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patched:
         patched.setattr(patches, "_storage_device", fail)
-        with pytest.raises(OSError, match="no"), cuda.simulated_cuda():
+        with pytest.raises(OSError, match="no"), cuda.simulated_cuda("light"):
             pass
     assert cuda.current() is None
     assert _torchs_state() == before
@@ -105,17 +105,17 @@ def test_modes_left_behind_are_taken_down() -> None:
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    with cuda.simulated_cuda():
+    with cuda.simulated_cuda("light"):
         Left().__enter__()
         assert there(row())
     assert _get_current_function_mode_stack() == []
 
 
 def test_device_tensors_stay_so_in_the_next_simulation() -> None:
-    with cuda.simulated_cuda():
+    with cuda.simulated_cuda("light"):
         kept = row()
     assert here(kept)
-    with cuda.simulated_cuda():
+    with cuda.simulated_cuda("light"):
         assert there(kept)
 
 
@@ -263,7 +263,7 @@ def test_cpu_tensors_are_saved_and_loaded(light: cuda.Simulation) -> None:
 def test_a_default_device_set_before_is_refused() -> None:
     torch.set_default_device("cuda")
     try:
-        with pytest.raises(cuda.DeviceUnavailable, match="set_default_device"), cuda.simulated_cuda():
+        with pytest.raises(cuda.DeviceUnavailable, match="set_default_device"), cuda.simulated_cuda("light"):
             pass
     finally:
         torch.set_default_device(None)
@@ -320,7 +320,7 @@ def test_operators_for_cuda_only() -> None:
     library = torch.library.Library("light_device_cuda_only", "DEF")
     library.define("f(Tensor x) -> Tensor")
     library.impl("f", lambda x: x * 2, "CUDA")
-    with cuda.simulated_cuda(), pytest.raises(cuda.NotSimulated, match="no CPU kernel"):
+    with cuda.simulated_cuda("light"), pytest.raises(cuda.NotSimulated, match="no CPU kernel"):
         torch.ops.light_device_cuda_only.f(row())
 
 

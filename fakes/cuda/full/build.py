@@ -155,6 +155,8 @@ def _build(folder: Path) -> ModuleType:
     ninja = _ninja_folder()
     try:
         os.environ["PATH"] = f"{ninja}{os.pathsep}{path}"
+        said = f"building the simulated CUDA device for torch {torch.__version__}: once, about a minute"
+        print(said, file=sys.stderr, flush=True)  # noqa: T201
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             module: Any = load(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def warm(full_or_gpu: None) -> None:
     torch.cuda.synchronize()
 
 
-def captured(work: Callable[[], object], pool: tuple[int, int] | None = None) -> torch.cuda.CUDAGraph:
+def captured(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         work()

@@ -1,10 +1,15 @@
 // CUDA graphs: what is called while a thread captures is recorded, and can be run again over the same memory.
 #pragma once
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 
 #include <functional>
+#include <set>
+#include <string>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include "alias.h"
 
@@ -60,34 +65,45 @@ class Graph {
   std::string error;  // of the operation that made this graph invalid
   bool captured = false;
 
-  void keep(const c10::Storage& storage) {
-    if (!storage || storage.nbytes() == 0 || !known_.insert(storage.data()).second) return;
-    const auto* bytes = static_cast<const char*>(storage.data());
-    before_.emplace_back(storage, std::string(bytes, storage.nbytes()));
-  }
+  // Only what the tensor spans: a small view of a large workspace costs little.
   void keep(const at::Tensor& tensor) {
-    if (tensor.defined() && tensor.has_storage()) keep(tensor.storage());
+    if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0) return;
+    const c10::Storage& storage = tensor.storage();
+    const size_t offset = tensor.storage_offset() * tensor.itemsize();
+    const size_t end = offset + at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+    if (storage.data() == nullptr || end > storage.nbytes() || known_.count(storage.data()) != 0) return;
+    const auto* bytes = static_cast<const char*>(storage.data()) + offset;
+    if (kept_.insert({bytes, end - offset}).second) before_.push_back({storage, offset, std::string(bytes, end - offset)});
   }
   void add_new(const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.has_storage() || tensor.storage().nbytes() == 0) return;
     if (known_.insert(tensor.storage().data()).second) new_.push_back(tensor.storage());
   }
   void undo() {
-    for (auto& [storage, bytes] : before_) {
-      std::memcpy(storage.mutable_data(), bytes.data(), std::min(bytes.size(), storage.nbytes()));
+    for (auto kept = before_.rbegin(); kept != before_.rend(); ++kept) {  // what was kept first is the oldest
+      if (kept->offset + kept->bytes.size() > kept->storage.nbytes()) continue;
+      std::memcpy(static_cast<char*>(kept->storage.mutable_data()) + kept->offset, kept->bytes.data(), kept->bytes.size());
     }
     for (auto& storage : new_) std::memset(storage.mutable_data(), 0xFF, storage.nbytes());
     before_.clear();
+    kept_.clear();
     known_.clear();
     new_.clear();
   }
 
  private:
-  std::unordered_set<const void*> known_;
-  std::vector<std::pair<c10::Storage, std::string>> before_;
+  struct Kept {
+    c10::Storage storage;
+    size_t offset;
+    std::string bytes;
+  };
+  std::vector<Kept> before_;
+  std::set<std::pair<const char*, size_t>> kept_;
+  std::unordered_set<const void*> known_;  // storages that came into being meanwhile
   std::vector<c10::Storage> new_;
 };
 
+inline bool g_installed = false;
 inline thread_local std::shared_ptr<Graph> t_graph;  // the one that this thread captures into
 
 inline bool capturing() { return t_graph != nullptr && t_mode == LIVE; }
@@ -128,6 +144,7 @@ inline std::string end_capture() {
 
 inline void replay(Graph& graph) {
   if (t_graph != nullptr && t_mode == LIVE) refuse_in_capture("replay of another graph");
+  TORCH_CHECK(g_installed, "the simulated CUDA device that this graph was captured on has been left");
   TORCH_CHECK(graph.captured, "Called CUDAGraph::replay without a preceding successful capture.");
   at::AutoDispatchBelowADInplaceOrView below;
   ModeGuard quiet(KERNEL);

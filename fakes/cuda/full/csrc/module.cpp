@@ -14,7 +14,7 @@ void* g_hooks_before = nullptr;  // virtual table of torch's own hooks
 std::vector<std::unique_ptr<torch::Library>> g_registered;
 
 std::string why_not() {
-  if (!g_registered.empty()) return "it is installed already";
+  if (g_installed) return "it is installed already";
   const auto guard = static_cast<size_t>(c10::DeviceType::CUDA);
   if (at::globalContext().hasCUDA() || c10::impl::device_guard_impl_registry[guard].load() != nullptr) {
     return "this torch has CUDA of its own";
@@ -23,26 +23,9 @@ std::string why_not() {
   return "";
 }
 
-void install() {
-  const std::string reason = why_not();
-  TORCH_CHECK(reason.empty(), reason);
-  static DeviceGuard guard;
-  c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
-  c10::SetAllocator(c10::DeviceType::CUDA, device_allocator());
-  g_hooks_before = std::exchange(virtual_table(at::detail::getCUDAHooks()), virtual_table(device_hooks()));
-  auto everything = std::make_unique<torch::Library>(
-      torch::Library::IMPL, "_", std::make_optional(c10::DispatchKey::CUDA), __FILE__, __LINE__);
-  everything->fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
-  auto aten = std::make_unique<torch::Library>(
-      torch::Library::IMPL, "aten", std::make_optional(c10::DispatchKey::CUDA), __FILE__, __LINE__);
-  register_kernels(*aten);
-  g_registered.push_back(std::move(everything));
-  g_registered.push_back(std::move(aten));
-  watch_traps();
-}
-
 void uninstall() {
-  if (g_registered.empty()) return;
+  if (!g_installed) return;
+  g_installed = false;
   if (t_graph) end_capture();
   unwatch_traps();
   g_registered.clear();
@@ -51,6 +34,30 @@ void uninstall() {
   c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(nullptr);
   // torch asks torch.cuda._lazy_init once; it is to ask again.
   torch::utils::set_requires_device_init(c10::DeviceType::CUDA, true);
+}
+
+void install() {
+  const std::string reason = why_not();
+  TORCH_CHECK(reason.empty(), reason);
+  static DeviceGuard guard;
+  g_installed = true;
+  c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
+  c10::SetAllocator(c10::DeviceType::CUDA, device_allocator());
+  g_hooks_before = std::exchange(virtual_table(at::detail::getCUDAHooks()), virtual_table(device_hooks()));
+  try {
+    auto everything = std::make_unique<torch::Library>(
+        torch::Library::IMPL, "_", std::make_optional(c10::DispatchKey::CUDA), __FILE__, __LINE__);
+    everything->fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    g_registered.push_back(std::move(everything));
+    auto aten = std::make_unique<torch::Library>(
+        torch::Library::IMPL, "aten", std::make_optional(c10::DispatchKey::CUDA), __FILE__, __LINE__);
+    register_kernels(*aten);
+    g_registered.push_back(std::move(aten));
+  } catch (...) {
+    uninstall();
+    throw;
+  }
+  watch_traps();
 }
 
 at::Tensor host(const at::Tensor& tensor) {
