@@ -115,9 +115,19 @@ class _Unpoisoned(CaseTensors):
 
 
 def _with_values(tensors: CaseTensors, step: int, v: np.ndarray) -> CaseTensors:
-    """The same tensors with another V in every layer of one step, and zeros in the slots of nobody's."""
+    """The same tensors with another V in every layer of one step, and zeros in the slots of nobody's.
+
+    In a session earlier steps store what this one reads: there its tokens have these values, too, others zeros.
+    """
     old = tensors.steps[step]
     values = torch.tensor(v).to(old.v_all.dtype).expand(old.v_all.shape).clone()
     steps = list(tensors.steps)
     steps[step] = replace(old, v_all=values)
+    if tensors.case.session:
+        index = {token: i for i, token in enumerate(old.tokens.pairs())}
+        bits = values.view(torch.uint8) if values.element_size() == 1 else values
+        bits = torch.cat([bits, torch.zeros_like(bits[:, :1])], dim=1)
+        for i, earlier in enumerate(tensors.steps[:step]):
+            at = [index.get(token, -1) for token in earlier.tokens.pairs()]
+            steps[i] = replace(earlier, v_all=bits[:, at].view(values.dtype))
     return _Unpoisoned(tensors.case, tensors.plan, tuple(steps))

@@ -71,6 +71,7 @@ def setting(case: Case) -> str:
         *([f"scale {case.sm_scale:g}"] if case.sm_scale is not None else []),
         f"values {case.values}",
         *(["strided"] if case.strided else []),
+        *(["one session"] if case.session else []),
         f"seed {case.seed}",
     ]
     return ", ".join(words)
@@ -93,10 +94,17 @@ def _step(tensors: CaseTensors, index: int) -> str:
     kind = "" if step.kind == step.phase else f", {step.kind}"
     counts = ((len(step.requests), "request"), (step.num_rows, "row"), (sum(step.kv_lens), "key"))
     sizes = ", ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts)
-    lines = [f"step {index}: {step.phase}{kind}: {sizes}"]
+    waiting = {slot // tensors.case.page_size for held in t.placed.waiting.values() for slot in held}
+    lines = [f"step {index}: {step.phase}{kind}: {sizes}{_others(t)}"]
     lines += ["  " + line for line in _request_table(tensors.case, t)]
-    lines += ["  " + line for line in page_map(t, tensors.plan.num_pages)]
+    lines += ["  " + line for line in page_map(t, tensors.plan.num_pages, waiting)]
     return "\n".join(lines)
+
+
+def _others(t: StepTensors) -> str:
+    """Who of a session is not in the batch."""
+    left, waits = (", ".join(map(str, uids)) for uids in (t.step.finished, t.placed.waiting))
+    return (f"; left: uid {left}" if left else "") + (f"; waiting (w): uid {waits}" if waits else "")
 
 
 def _request_table(case: Case, t: StepTensors) -> list[str]:
@@ -117,12 +125,16 @@ def _request_table(case: Case, t: StepTensors) -> list[str]:
     return lines
 
 
-def page_map(t: StepTensors, num_pages: int, width: int = 96) -> list[str]:
-    """Which request owns each page: its index, `0+2` for a shared page, `.` for a page of nobody's."""
+def page_map(t: StepTensors, num_pages: int, waiting: Iterable[int] = (), width: int = 96) -> list[str]:
+    """Which request owns each page: its index, `0+2` for a shared page, `w` for one of those `waiting`, `.` for a page
+    of nobody's.
+    """
     owners = [list[str]() for _ in range(num_pages)]
     for request, pages in enumerate(t.placed.pages):
         for page in np.unique(pages):
             owners[int(page)].append(str(request))
+    for page in waiting:
+        owners[page].append("w")
     cells = ["+".join(own) or "." for own in owners[:MAX_PAGES]]
     wide = max(map(len, cells), default=1)
     per_line = max(1, (width - 12) // (wide + 1))

@@ -30,18 +30,17 @@ _OF_A_STEP = {
 def check(trial: Trial) -> list[Finding] | None:
     if not trial.case.session:
         return None
-    found: list[Finding] = []
     fresh: dict[int, Trial] = {}
+    of_history: dict[int, list[str]] = {}
     for name in _OF_A_STEP:
-        steps = [f.step for f in _found(trial, name) if f.step]
-        if not steps:
+        step = min((f.step for f in _found(trial, name) if f.step is not None), default=0)
+        if not step:
             continue
-        step = min(steps)
         if step not in fresh:
             fresh[step] = _alone(trial, step)
         if not _found(fresh[step], name):
-            found += [_of_history(f) for f in _found(trial, name) if f.step == step]
-    return found
+            of_history.setdefault(step, []).append(name)
+    return [_finding(step, names) for step, names in sorted(of_history.items())]
 
 
 def _found(trial: Trial, name: str) -> list[Finding]:
@@ -50,9 +49,12 @@ def _found(trial: Trial, name: str) -> list[Finding]:
     return trial.found[name] or []
 
 
-def _of_history(finding: Finding) -> Finding:
-    message = f"after what went before, and not on a new backend over the same pages: {finding.message}"
-    return replace(finding, check=NAME, message=message)
+def _finding(step: int, names: list[str]) -> Finding:
+    message = (
+        f"what fails here ({', '.join(names)}) is right on a new backend over the same pages: "
+        "an earlier step has left something behind, or lost it"
+    )
+    return Finding(check=NAME, step=step, message=message)
 
 
 def _alone(trial: Trial, step: int) -> Trial:

@@ -155,3 +155,30 @@ def _(cls: type[Any]) -> type[Any]:
             return super().forward(q, k, v, layer_id, batch)
 
     return PadsWithOldSlots
+
+
+@mutant(
+    "waiting_forgotten",
+    base="torch",
+    check="session",
+    why="who was not in the last batch is looked up in the row of who was",
+    issue="sglang#26957",
+    requests=3,
+    tokens=3,
+)
+def _(cls: type[Any]) -> type[Any]:
+    class Forgets(cls):
+        def prepare_metadata(self, batch: Any) -> None:
+            seen = self.__dict__.setdefault("seen", set())
+            last = self.__dict__.get("last", {})
+            believed = copy(batch)
+            believed.padded_reqs = [
+                req if req.uid in last or req.uid not in seen else replace(req, table_idx=min(last.values()))
+                for req in batch.padded_reqs
+            ]
+            super().prepare_metadata(believed)
+            batch.attn_metadata = believed.attn_metadata
+            self.last = {req.uid: req.table_idx for req in batch.padded_reqs}
+            seen.update(self.last)
+
+    return Forgets

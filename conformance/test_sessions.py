@@ -1,0 +1,156 @@
+"""Sessions put to backends: the correct ones pass, faults of history are told from others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from backends.torch_sdpa import TorchBackend
+from cases.model import Case, Request, Step
+from conformance.checks import session as check
+from conformance.examine import examine
+from conformance.find import smallest
+from conformance.mutants import MUTANTS
+from conformance.outcome import Outcome, Verdict
+from conformance.question import Question
+from conformance.render import render
+from conformance.selection import cases_for, sessions_for
+from conformance.session import Session
+from conformance.sweep import Sweep, draw
+from conformance.trial import Asker
+
+
+def step(*requests: Request, finished: tuple[int, ...] = ()) -> Step:
+    decode = all(r.extend_len == 1 for r in requests)
+    return Step(requests, "decode" if decode else "prefill", "decode" if decode else "prefill", finished)
+
+
+def session(*steps: Step) -> Case:
+    return Case(steps, session=True, page_size=4)
+
+
+PREFIX = session(
+    step(Request(extend_len=9)),
+    step(Request(extend_len=3, uid=1)),
+    step(Request(8, 2, 2, prefix_of=0, prefix_len=8)),
+    step(Request(10, 1, 2), Request(3, 1, 1), finished=(0,)),
+    step(Request(9, 1, 3), Request(11, 1, 2)),
+)
+REUSED = replace(
+    session(step(Request(extend_len=3), Request(extend_len=2, uid=1)), step(Request(3, 1, 2), finished=(0,))),
+    page_size=2,
+)
+
+
+def ask(case: Case, base: str, planted: type[Any] | None = None) -> Verdict:
+    with Session([base]) as opened:
+        asker = opened.askers[0]
+        if planted is not None:
+            asker = replace(asker, spec=replace(asker.spec, factory=planted))
+        return examine(Question(case), asker)
+
+
+def test_correct_backends_pass_random_sessions() -> None:
+    with Session(["torch", "fi", "fi-paged", "fa", "fa,fi"]) as opened:
+        sweep = Sweep(opened.askers)
+        for cases in draw(sessions_for([a.spec.capabilities for a in opened.askers]), 12, 11):
+            sweep.ask_all(cases)
+    assert sweep.clean
+    assert all(tally.outcomes["session"][Outcome.PASSED] >= 8 for tally in sweep.tallies.values())
+
+
+@pytest.mark.parametrize("base", ["torch", "fi-paged"])
+def test_a_prefix_that_outlives_its_lender(base: str) -> None:
+    verdict = ask(PREFIX, base)
+    assert verdict.passed
+    assert verdict.outcomes["session"] is Outcome.PASSED
+
+
+def test_other_cases_are_no_business_of_the_check() -> None:
+    assert "session" not in ask(replace(PREFIX, steps=PREFIX.steps[:1], session=False), "torch").outcomes
+
+
+class LosesK(TorchBackend):
+    """Stores the last token of a prompt in the first layer only."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Any
+    ) -> torch.Tensor:
+        out = super().forward(q, k, v, layer_id, batch)
+        if batch.phase == "prefill" and layer_id:
+            self.kv_pool.k_cache(layer_id).flatten(0, 1)[batch.out_loc[-1].long()] = 0
+        return out
+
+
+def test_what_is_stored_wrongly_hurts_later() -> None:
+    verdict = ask(session(step(Request(extend_len=3)), step(Request(3)), step(Request(4))), "torch", LosesK)
+    assert {f.step for f in verdict.findings if f.check == "pool"} == {0, 1, 2}
+    assert {f.step for f in verdict.findings if f.check == "values"} >= {1, 2}
+    (finding,) = [f for f in verdict.findings if f.check == "session"]
+    assert finding.step == 1
+    assert finding.message.startswith("what fails here (values) is right on a new backend")
+
+
+class ReadsTheLeaver(TorchBackend):
+    """Computes from the slots of the row's last owner, which are nobody's or another's now."""
+
+    def prepare_metadata(self, batch: Any) -> None:
+        super().prepare_metadata(batch)
+        rows = self.__dict__.setdefault("rows", {})
+        for i, req in enumerate(batch.reqs):
+            old = rows.get(req.table_idx)
+            if old is not None and old[0] != req.uid:
+                batch.attn_metadata.page_table[i, :1] = old[1]
+            rows[req.table_idx] = (req.uid, int(batch.attn_metadata.page_table[i, 1]))
+
+
+def test_slots_of_those_who_left_are_poisoned() -> None:
+    left = session(step(Request(extend_len=6)), step(Request(extend_len=3, uid=1), finished=(0,)))
+    verdict = ask(replace(left, page_size=1, placement="scattered"), "torch", ReadsTheLeaver)
+    assert {f.step for f in verdict.findings if f.check in ("values", "session")} == {1}
+    assert verdict.failed >= {"values", "poison", "session"}
+
+
+class AlwaysWrong(TorchBackend):
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Any
+    ) -> torch.Tensor:
+        return super().forward(q, k, v, layer_id, batch) + 1
+
+
+def test_what_is_wrong_anyway_is_no_fault_of_history() -> None:
+    verdict = ask(REUSED, "torch", AlwaysWrong)
+    assert verdict.failed == {"values"}
+    assert verdict.outcomes["session"] is Outcome.PASSED
+
+
+def test_one_step_alone_asks_the_same() -> None:
+    alone = check.alone(PREFIX, 3)
+    assert not alone.session
+    assert alone.steps[0].kv_lens == PREFIX.steps[3].kv_lens
+    assert alone.steps[0].kind == PREFIX.steps[3].kind
+    assert alone.table_width == PREFIX.table_width
+
+
+def test_a_failing_session_is_shown_with_all_who_are_there() -> None:
+    planted = MUTANTS["row_kept_after_finish"]
+    with Session([planted.base]) as opened:
+        asker = Asker(planted.spec(opened.askers[0].spec), opened.askers[0].machine, "strict")
+        text = render(asker, REUSED, examine(Question(REUSED), asker))
+    assert "one session" in text
+    assert "step 1: decode: 1 request, 1 row, 4 keys; left: uid 0; waiting (w): uid 1" in text
+    assert "page    0: 0 0 w . ." in text
+    assert "session: step 1: what fails here (metadata, values, lse) is right on a new backend" in text
+    assert "head 0: does not read its key at position 1" in text
+
+
+def test_some_faults_show_in_sessions_alone() -> None:
+    planted = MUTANTS["waiting_forgotten"]
+    with Session([planted.base]) as opened:
+        correct = opened.askers[0]
+        asker = Asker(planted.spec(correct.spec), correct.machine, correct.mode)
+        found = smallest(asker, "values", cases_for([asker.spec.capabilities]), seed=1, max_examples=200)
+    assert found is None
