@@ -17,6 +17,7 @@ from conformance.selection import cases_for, distinct, named_cases, sessions_for
 from conformance.support import unsupported
 from conformance.sweep import Asked, Known, Sweep, Tally, draw, size
 from conformance.trial import AnyAsker
+from conformance.waivers import pinned_cases
 
 _SMALL = (1, 4, 1)
 """Size of a case that need not be searched for a smaller one."""
@@ -84,28 +85,32 @@ class Campaign:
 
     def run(self) -> None:
         """Ask everything. If it is interrupted, what has been asked is kept."""
+        pinned = pinned_cases(asker.spec for asker in self._askers.values())
         for level, sweep in self.sweeps.items():
             smoke = [case for asker in sweep.askers for case in smoke_cases(asker.spec.capabilities)]
-            self._ask(
-                distinct([*(smoke if self._smoke else ()), *(named_cases(level) if self._named else ())])
-            )
+            own = [case for case in pinned if case.level == level]
+            named = named_cases(level) if self._named else ()
+            self._ask(distinct([*(smoke if self._smoke else ()), *own, *named]))
         self._ask(self._given)
         for sweep in self.sweeps.values():
             self._ask_random(sweep)
 
     def _ask_random(self, sweep: Sweep) -> None:
-        capabilities = [asker.spec.capabilities for asker in sweep.askers]
-        self._tell(sweep.ask_each(self._random(sweep, cases_for(capabilities), self.count)))
-        if capabilities[0].level == "engine":
-            self._tell(sweep.ask_each(self._random(sweep, sessions_for(capabilities), self.sessions)))
+        for askers in _drawn_together(sweep.askers):
+            capabilities = [asker.spec.capabilities for asker in askers]
+            self._tell(sweep.ask_each(self._random(askers, cases_for(capabilities), self.count)))
+            if capabilities[0].level == "engine":
+                self._tell(sweep.ask_each(self._random(askers, sessions_for(capabilities), self.sessions)))
 
-    def _random(self, sweep: Sweep, strategy: SearchStrategy[Case], count: int) -> Iterator[Asked]:
-        """One draw serves every backend of the level, until each has been asked `count` cases that it declares."""
-        wanted = {asker.spec.name: count for asker in sweep.askers}
+    def _random(
+        self, askers: Sequence[AnyAsker], strategy: SearchStrategy[Case], count: int
+    ) -> Iterator[Asked]:
+        """One draw serves several backends, until each has been asked `count` cases that it declares."""
+        wanted = {asker.spec.name: count for asker in askers}
         for round_ in range(MAX_ROUNDS if count else 0):
             for drawn in draw(strategy, count, self.seed + round_ * ROUND_SEEDS):
                 for case in drawn:
-                    open_ = [asker for asker in sweep.askers if wanted[asker.spec.name] > 0]
+                    open_ = [asker for asker in askers if wanted[asker.spec.name] > 0]
                     if not open_:
                         return
                     for asker in open_:
@@ -184,3 +189,12 @@ class Campaign:
         deaths = 0
         simplify(known.case, fatal)
         return smallest_
+
+
+def _drawn_together(askers: Iterable[AnyAsker]) -> list[list[AnyAsker]]:
+    """Backends that take any of their settings, and those of variants: few of the former's cases are for the latter."""
+    free: list[AnyAsker] = []
+    bound: list[AnyAsker] = []
+    for asker in askers:
+        (bound if asker.spec.capabilities.variants else free).append(asker)
+    return [group for group in (free, bound) if group]

@@ -34,7 +34,8 @@ def matrix(tallies: Iterable[Tally], checks: Iterable[str] | None = None) -> str
     failed = {
         name for tally in tallies for name in tally.failures
     }  # a crash fails one that was not asked for
-    shown = [name for name in CHECKS if checks is None or name in {*checks, *failed}]
+    every = [*CHECKS, *sorted(failed - CHECKS.keys())]
+    shown = [name for name in every if checks is None or name in {*checks, *failed}]
     rows = [[tally.backend, *(cell(tally, name) for name in shown), *_counts(tally)] for tally in tallies]
     headings = ["backend", *shown, "cases", "unsupported"]
     broken = _sum(_widths([headings, *rows])) > WIDTH

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from backends.libraries import version_of
 from backends.registry import BackendSpec
 from backends.waivers import Waiver
 from cases.model import Case
 from conformance.outcome import Finding, Outcome, Verdict
+
+NAME = "waivers"
 
 
 def in_force(spec: BackendSpec) -> list[Waiver]:
@@ -18,23 +20,26 @@ def in_force(spec: BackendSpec) -> list[Waiver]:
 
 
 def forgiven(verdict: Verdict, case: Case, spec: BackendSpec) -> Verdict:
-    """A verdict in which the known failures have the outcome `known`, their findings with the reason."""
-    if not spec.waivers or not verdict.failed:
+    """A verdict in which the known failures have the outcome `known`, their findings with the reason.
+
+    On a case that a waiver pins, the check `waivers` says whether the failure is still there: a waiver that is not
+    needed any more fails the run.
+    """
+    if not spec.waivers or verdict.unsupported is not None or NAME in verdict.outcomes:
         return verdict
-    waivers = in_force(spec)
-    known = {
-        check: waiver
-        for check in verdict.failed
-        for waiver in waivers
-        if waiver.covers(check, verdict.outcomes[check], case)
-    }
-    if not known:
-        return verdict
-    return replace(
-        verdict,
-        outcomes=verdict.outcomes | dict.fromkeys(known, Outcome.KNOWN),
-        findings=tuple(_excused(f, known.get(f.check)) for f in verdict.findings),
-    )
+    known: dict[str, Waiver] = {}
+    pinned = any(waiver.case == case for waiver in spec.waivers)
+    for waiver in in_force(spec) if verdict.failed or pinned else ():
+        for check in verdict.failed:
+            if waiver.covers(check, verdict.outcomes[check], case):
+                known[check] = waiver
+    if known:
+        verdict = replace(
+            verdict,
+            outcomes=verdict.outcomes | dict.fromkeys(known, Outcome.KNOWN),
+            findings=tuple(_excused(f, known.get(f.check)) for f in verdict.findings),
+        )
+    return _with_stale(verdict, case, spec) if pinned else verdict
 
 
 def _excused(finding: Finding, waiver: Waiver | None) -> Finding:
@@ -43,34 +48,30 @@ def _excused(finding: Finding, waiver: Waiver | None) -> Finding:
     return replace(finding, outcome=Outcome.KNOWN, message=f"{finding.message} [{waiver}]")
 
 
-@dataclass(frozen=True)
-class Stale:
-    """A waiver whose pinned case passes: the fault is gone, or was never there."""
+def _with_stale(verdict: Verdict, case: Case, spec: BackendSpec) -> Verdict:
+    """The verdict with the outcome of `waivers`, if any of the waived checks has been run."""
+    found: list[Finding] = []
+    looked = False
+    for waiver in in_force(spec):
+        ended = {check: verdict.outcomes[check] for check in waiver.checks & verdict.outcomes.keys()}
+        if waiver.case != case or not ended:
+            continue
+        looked = True
+        if Outcome.KNOWN not in ended.values():
+            words = ", ".join(f"{check} {outcome}" for check, outcome in sorted(ended.items()))
+            message = (
+                f"a stale waiver: its pinned case ended with {words}; remove it: {waiver.place}: {waiver}"
+            )
+            found.append(Finding(check=NAME, message=message))
+    if not looked:
+        return verdict
+    return replace(
+        verdict,
+        outcomes=verdict.outcomes | {NAME: Outcome.MISMATCH if found else Outcome.PASSED},
+        findings=(*verdict.findings, *found),
+    )
 
-    backend: str
-    waiver: Waiver
-    why: str
 
-    def __str__(self) -> str:
-        return f"{self.backend}: a stale waiver: {self.why}; remove it: {self.waiver.place}: {self.waiver}"
-
-
-def pinned(specs: Iterable[BackendSpec]) -> list[Case]:
+def pinned_cases(specs: Iterable[BackendSpec]) -> list[Case]:
     """The cases that the waivers in force pin; a run asks them all."""
     return list(dict.fromkeys(waiver.case for spec in specs for waiver in in_force(spec)))
-
-
-def stale(spec: BackendSpec, case: Case, verdict: Verdict) -> list[Stale]:
-    """The waivers in force that pin this case, and whose checks it passes (of those that were run)."""
-    found: list[Stale] = []
-    for waiver in in_force(spec) if spec.waivers else ():
-        if waiver.case != case:
-            continue
-        if verdict.unsupported is not None:
-            found.append(Stale(spec.name, waiver, f"its pinned case is unsupported ({verdict.unsupported})"))
-            continue
-        ended = {check: verdict.outcomes[check] for check in waiver.checks & verdict.outcomes.keys()}
-        if ended and not any(outcome is Outcome.KNOWN for outcome in ended.values()):
-            words = ", ".join(f"{check} {outcome}" for check, outcome in sorted(ended.items()))
-            found.append(Stale(spec.name, waiver, f"its pinned case ended with {words}"))
-    return found

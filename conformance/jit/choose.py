@@ -20,7 +20,7 @@ _Pair = tuple[tuple[str, object], tuple[str, object]]
 
 
 def modules_for(specs: Iterable[BackendSpec], limit: int = DEFAULT_VARIANTS) -> list[Module]:
-    """At most `limit` modules for some backends, the simplest first; no fewer than one of each kind for each of them."""
+    """At most `limit` modules for some backends, the simplest first; no fewer than one of each kind that one runs."""
     candidates: set[Module] = set()
     first: set[Module] = set()
     for spec in specs:
