@@ -358,7 +358,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             self._paged_kv_indptr_buf,
             self._paged_kv_indices_buf,
             self._paged_kv_last_page_len_buf,
-            self._int_workspace_buffer,
+            self._held_plan,
             out,
             lse if return_lse else None,
         )

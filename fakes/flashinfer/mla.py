@@ -253,7 +253,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             ckv_cache,
             kpe_cache,
             self._kv_indices_buf,
-            self._int_workspace_buffer,
+            self._held_plan,
             out,
             lse if return_lse else None,
         )

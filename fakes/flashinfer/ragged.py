@@ -393,7 +393,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             v,
             self._qo_indptr_buf,
             self._kv_indptr_buf,
-            self._int_workspace_buffer,
+            self._held_plan,
             out,
             lse if return_lse else None,
             self._custom_mask_buf,

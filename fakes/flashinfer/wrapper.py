@@ -108,6 +108,12 @@ class Wrapper:
     def is_cuda_graph_enabled(self) -> bool:
         return self._use_cuda_graph
 
+    @property
+    def _held_plan(self) -> torch.Tensor:
+        """What the fakes' kernels read of the int workspace: a few bytes, so that a capture has little to restore."""
+        with cuda.paused():
+            return self._int_workspace_buffer[:8]
+
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
     ) -> None:
