@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -120,6 +121,14 @@ def placeholders(packages: Collection[str], *, parts_of: Collection[str] = ()) -
             module.remove()
         for name in [name for name, module in sys.modules.items() if isinstance(module, _Module)]:
             del sys.modules[name]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Whatever an engine's import warns of is between it and its packages; a test run may hold warnings for errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class _Names:

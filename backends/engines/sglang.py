@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from backends.contract import Batch, Capabilities, EngineContext, Refused
-from backends.engines.placeholders import placeholders
+from backends.engines.placeholders import placeholders, quiet
 from backends.engines.sglang_runner import (
     DEVICE,
     ModelRunner,
@@ -90,7 +90,7 @@ class SGLangBackend:
             with cuda.resumed():
                 for library in PINNED:
                     importlib.import_module(library)
-                with placeholders(PLACEHOLDERS, parts_of=tuple(PINNED)):
+                with quiet(), placeholders(PLACEHOLDERS, parts_of=tuple(PINNED)):
                     for module in {*WHERE.values(), f"layers.attention.{cls.backend_class[0]}"}:
                         importlib.import_module(f"sglang.srt.{module}")
             yield
