@@ -6,9 +6,9 @@ from typing import Any
 
 from backends.libraries import LibraryKind
 from conformance.campaign import Campaign
+from conformance.isolation.session import open_session
 from conformance.matrix import matrix
 from conformance.render import render
-from conformance.session import Session
 from fakes.recorder import Mode
 
 
@@ -20,6 +20,7 @@ def check(
     seed: int = 0,
     library: LibraryKind = "fake",
     mode: Mode = "strict",
+    isolate: bool | None = None,
 ) -> None:
     """Put smoke cases, the corpus, the named edges, random cases and sessions to a backend.
 
@@ -30,13 +31,14 @@ def check(
         seed: draws them.
         library: which kind of kernel libraries answers.
         mode: how the fakes behave (`fakes.recorder`).
+        isolate: whether it is asked in a worker process; None: with real libraries.
 
     Raises:
         AssertionError: a check fails; the message holds the smallest case, what is wrong, how to replay it.
         BackendError, LibraryError: the backend or its library cannot be had.
     """
     __tracebackhide__ = True
-    with Session([backend], library=library, mode=mode) as session:
+    with open_session([backend], library=library, mode=mode, isolate=isolate) as session:
         campaign = Campaign(session.askers, count=cases, sessions=sessions, seed=seed, smoke=True, named=True)
         campaign.run()
         if campaign.clean:

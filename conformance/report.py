@@ -102,7 +102,10 @@ class Writer:
 
     def __init__(self, path: str | Path, header: Header, resumed: Resumed | None = None) -> None:
         self._verdicts = self._failed = self._unsupported = 0
-        self._on_file = Counter[tuple[str, str]]() if resumed is None else resumed.lines.copy()
+        earlier = resumed or Resumed()
+        self._on_file = earlier.lines.copy()
+        for key, lines in self._on_file.items():
+            self._count(earlier.known[key], lines)
         self.interrupted = False
         try:
             if resumed is not None:
@@ -133,13 +136,16 @@ class Writer:
         if shrunk:
             line["shrunk"] = True
         else:
-            self._verdicts += 1
-            self._failed += failed
-            self._unsupported += verdict.unsupported is not None
             if self._on_file[verdict.backend, line["digest"]] > 0:
                 self._on_file[verdict.backend, line["digest"]] -= 1
                 return
+            self._count(verdict)
         self._line(json.dumps(line, separators=(",", ":")))
+
+    def _count(self, verdict: Verdict, lines: int = 1) -> None:
+        self._verdicts += lines
+        self._failed += lines * bool(verdict.failed)
+        self._unsupported += lines * (verdict.unsupported is not None)
 
     def reached(self, level: Level, reached: Reached) -> None:
         """One line for what the cases of a level reached."""

@@ -104,6 +104,16 @@ def test_report_is_still_complete(whole: str) -> None:
     assert found.footer.verdicts == len(verdicts(whole))
 
 
+def test_shorter_run_keeps_what_it_does_not_ask(whole: str) -> None:
+    fewer = [*RUN, "--cases", "2", "--resume"]
+    assert main(fewer) == 1
+    found = report.read("r.jsonl")
+    assert verdicts(Path("r.jsonl").read_text()) == verdicts(whole)
+    assert found.footer.model_dump(exclude={"finished"}) == {
+        **{k: v for k, v in without_times(whole)[-1].items() if k != "finished"},
+    }
+
+
 def test_resume_needs_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--backend", "torch", "--resume"]) == 2
     assert "--resume is about a report: it needs --report FILE" in capsys.readouterr().err

@@ -39,6 +39,11 @@ class Asker:
         return self.start(Question(case, tensors)).execute(nan=self.poisons_with_nan)
 
     @property
+    def real(self) -> bool:
+        """Whether it runs on a GPU, with real libraries."""
+        return self.machine.real
+
+    @property
     def poisons_with_nan(self) -> bool:
         return not self.spec.capabilities.reads_unowned_slots
 
@@ -46,9 +51,10 @@ class Asker:
 class RemoteAsker(ABC):
     """A backend in another process, ready to be asked cases there. What it was asked leaves nothing but verdicts."""
 
-    def __init__(self, spec: BackendSpec, mode: Mode) -> None:
+    def __init__(self, spec: BackendSpec, mode: Mode, *, real: bool = False) -> None:
         self.spec = spec
         self.mode: Mode = mode
+        self.real = real
 
     @abstractmethod
     def examine(self, case: Case, checks: Collection[str] | None) -> Verdict:

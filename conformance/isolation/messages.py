@@ -11,6 +11,7 @@ from backends.libraries import Answer
 from backends.registry import BackendSpec
 from cases.model import Case
 from conformance.outcome import Finding, Outcome, Verdict
+from fakes.recorder import Mode
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,13 @@ def not_here(engine: EngineContext) -> Any:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker is open for work. `backends`: as it resolved them, made there alone. `gpus`: how many it sees."""
+    """The worker is open for work. `backends`: as it resolved them, made there alone. `mode`: how the libraries behave,
+    which real ones decide themselves. `gpus`: how many real ones it runs on."""
 
     backends: tuple[BackendSpec, ...]
     device: str
     libraries: Mapping[str, Answer]
+    mode: Mode
     gpus: int
 
 

@@ -69,8 +69,8 @@ class IsolatedSession:
             stack.callback(self.pool.close)
             ready = self.pool.open()
             self._stack = stack.pop_all()
-        self.specs = list(ready.backends)
-        self.askers = [WorkerAsker(spec, self.mode, self.pool) for spec in self.specs]
+        self.specs, self.mode = list(ready.backends), ready.mode
+        self.askers = [WorkerAsker(spec, self.mode, self.pool, real=ready.gpus > 0) for spec in self.specs]
         self.libraries, self.device = ready.libraries, f"{ready.device} (isolated)"
         return self
 
@@ -83,8 +83,8 @@ class IsolatedSession:
 class WorkerAsker(RemoteAsker):
     """A backend in the workers of a pool."""
 
-    def __init__(self, spec: BackendSpec, mode: Mode, pool: Pool) -> None:
-        super().__init__(spec, mode)
+    def __init__(self, spec: BackendSpec, mode: Mode, pool: Pool, *, real: bool) -> None:
+        super().__init__(spec, mode, real=real)
         self._pool = pool
 
     def examine(self, case: Case, checks: Collection[str] | None) -> Verdict:
