@@ -121,7 +121,7 @@ def _foreign_page(draft: Draft, page: int, random: Random) -> None:
     draft.arrays[name] = ids
 
 
-@named("token_locations", on(PAGED, "pages"))
+@named("token_locations", on(PAGED, "pages"), rare=True)
 def _token_locations(draft: Draft, target: str, random: Random) -> None:
     """Locations of each page's first token instead of page ids."""
     name = "indices" if "indices" in draft.arrays else "page_table"
