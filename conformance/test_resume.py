@@ -90,9 +90,13 @@ def test_other_run_is_refused(whole: str, capsys: pytest.CaptureFixture[str]) ->
     Path("r.jsonl").write_text(whole.replace('"device":"cpu"', '"device":"abacus"'))
     assert main([*RUN, "--resume"]) == 2
     assert "its device is 'abacus', this run's is 'cpu'" in capsys.readouterr().err
-    Path("r.jsonl").write_text(whole.replace('"libraries":{}', '"libraries":{"flashinfer":{}}'))
+    head, _, rest = whole.partition("\n")
+    library = {"kind": "real", "version": "9.9", "file": "flashinfer/__init__.py"}
+    Path("r.jsonl").write_text(
+        f"{json.dumps(json.loads(head) | {'libraries': {'flashinfer': library}})}\n{rest}"
+    )
     assert main([*RUN, "--resume"]) == 2
-    assert "r.jsonl, line 1: " in capsys.readouterr().err
+    assert "its libraries are {'flashinfer': ('real', '9.9')}, this run's are " in capsys.readouterr().err
     Path("r.jsonl").write_text(whole.partition("\n")[2])
     assert main([*RUN, "--resume"]) == 2
     assert "does not begin with a header" in capsys.readouterr().err
