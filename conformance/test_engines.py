@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from backends.engines.path import look_in
 from backends.registry import BackendError
@@ -101,14 +104,18 @@ def test_a_checkout_with_minisgls_interface_is_asked(checkout: Path) -> None:
     look_in(str(checkout))
     with Session(["backends.engines.minisgl:FlashAttention"], device_sim="light") as session:
         verdicts = {name: examine(Question(case), session.askers[0]) for name, case in CASES.items()}
-    assert {name: v.failed for name, v in verdicts.items()} == dict.fromkeys(CASES, frozenset())
+    assert not [(name, v.findings) for name, v in verdicts.items() if not v.passed]
+
+
+def _nowhere(name: str) -> None:
+    del name
 
 
 @pytest.mark.parametrize("name", ["sglang:FlashInfer", "minisgl:FlashAttention"])
 def test_an_engine_that_is_not_there_is_said_in_one_sentence(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", _nowhere)
     with pytest.raises(BackendError, match=r"is not installed: .*--engine-path"):
         Session([f"backends.engines.{name}"], device_sim="light").__enter__()
     with Session(["torch"]) as session:  # nothing was left behind
@@ -121,7 +128,7 @@ def askers() -> Iterator[dict[str, Asker]]:
         pytest.skip("SGLang is not installed: make engine installs it")
     look_in(str(INSTALLED))
     with Session(SGLANG, device_sim="full") as session:
-        yield {a.spec.name: a for a in session.askers if isinstance(a, Asker)}
+        yield {asker.spec.name: asker for asker in session.askers}
 
 
 def _verdict(askers: dict[str, Asker], name: str, case: Case) -> Verdict:
@@ -150,18 +157,15 @@ def test_a_length_that_sglang_loses_is_found(
     askers: dict[str, Asker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted in its index builder: the oldest key of every request is left out."""
-    from sglang.srt.mem_cache.kv_index_translator import (  # pyright: ignore[reportMissingImports]
-        KVIndexTranslator,
-    )
+    translator: Any = importlib.import_module("sglang.srt.mem_cache.kv_index_translator").KVIndexTranslator
+    pack: Any = translator.pack_read_stream
 
-    pack = KVIndexTranslator.pack_read_stream
-
-    def shifted(self: object, plan: object, *, out: object, indptr: object, **rest: object) -> object:
-        answer = pack(self, plan, out=out, indptr=indptr, **rest)
-        out[0] = out[1]  # pyright: ignore[reportIndexIssue]
+    def shifted(self: Any, plan: Any, *, out: torch.Tensor, **rest: Any) -> Any:
+        answer = pack(self, plan, out=out, **rest)
+        out[0] = out[1]
         return answer
 
-    monkeypatch.setattr(KVIndexTranslator, "pack_read_stream", shifted)
+    monkeypatch.setattr(translator, "pack_read_stream", shifted)
     verdict = _verdict(askers, SGLANG[0], DECODE)
     assert "metadata" in verdict.failed
     assert any("does not read the key at position 0" in f.message for f in verdict.findings)
