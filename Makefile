@@ -42,6 +42,7 @@ example: $(INSTALLED) ## Install the wheel and examples/my_engine as a user woul
 engine: $(INSTALLED) $(ENGINE)/.installed ## Install SGLang 0.5.23 beside and ask its own attention backends, unchanged
 	$(BIN)/conformance run --engine-path $(ENGINE) --device-sim full --cases $(ENGINE_CASES) --seed $(SEED) \
 		--backend backends.engines.sglang:FlashInfer --backend backends.engines.sglang:FlashAttention
+	$(BIN)/python -m pytest -q -m engine conformance/test_engines.py
 
 mutants: $(INSTALLED) ## Check that every mutant is caught by the check that claims it
 	$(BIN)/conformance mutants
