@@ -23,7 +23,9 @@ def check(trial: Trial) -> list[Finding] | None:
         step = wait.at.batch - trial.first.first_batch
         if wait.at.layer >= 0 and 0 <= step < len(trial.first.steps):
             waits.setdefault((step, wait.at.layer), []).append(wait)
-    return [_finding(step, layer, made, budget) for (step, layer), made in waits.items() if len(made) > budget]
+    return [
+        _finding(step, layer, made, budget) for (step, layer), made in waits.items() if len(made) > budget
+    ]
 
 
 def _finding(step: int, layer: int, made: list[Wait], budget: int) -> Finding:

@@ -143,6 +143,7 @@ def _needs_host(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     if not is_device(args[0]):
         return func(*args, **kwargs)
     if kwargs.get("force"):  # numpy(force=True) copies
+        Streams.latest.drain(func.__name__)
         return func(args[0].detach().clone(), *args[1:], **kwargs)
     raise TypeError(
         "can't convert cuda:0 device type tensor to numpy. "

@@ -50,6 +50,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "stream": lambda x: torch.cuda.current_stream().synchronize(),
     "device": lambda x: torch.cuda.synchronize(),
     "printed": _printed,
+    "numpy": lambda x: x.numpy(force=True),
 }
 
 SILENT: dict[str, Callable[[Tensor], object]] = {
