@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis.strategies import SearchStrategy
 
+from cases.long import long_cases
 from cases.model import Case, Level
 from cases.simplify import simplify
 from conformance.examine import examine
@@ -91,9 +92,16 @@ class Campaign:
             own = [case for case in pinned if case.level == level]
             named = named_cases(level) if self._named else ()
             self._ask(distinct([*(smoke if self._smoke else ()), *own, *named]))
+            if self._named:
+                self._ask_long(level, sweep)
         self._ask(self._given)
         for sweep in self.sweeps.values():
             self._ask_random(sweep)
+
+    def _ask_long(self, level: Level, sweep: Sweep) -> None:
+        """Long contexts, put to kernel libraries on a GPU."""
+        askers = [asker for asker in sweep.askers if asker.real and asker.spec.capabilities.library]
+        self._tell(sweep.ask_each((case, askers) for case in (long_cases(level) if askers else ())))
 
     def _ask_random(self, sweep: Sweep) -> None:
         for askers in _drawn_together(sweep.askers):

@@ -86,6 +86,7 @@ class Trial:
         """What the checks that have run found, by name."""
         self._run = asker.start(question)
         self.first = self._run.execute(nan=asker.poisons_with_nan)
+        asker.machine.soil()
         self.second = self._run.execute(nan=False, with_lse=False)
 
     @property
