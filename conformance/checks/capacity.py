@@ -17,9 +17,9 @@ from conformance.question import Question
 from conformance.trial import Trial
 
 NAME = "capacity"
-DRAWN_FROM = 8
+DRAWN_FROM = 16
 """Every so many cases, by seed, one is asked at its limits."""
-MAX_TOKENS = 2048
+MAX_TOKENS = 1024
 """Tokens of the largest batch that is asked."""
 _JUDGES = (metadata.check, lifecycle.check, values.check, lse.check, pool.check, inputs.check)
 

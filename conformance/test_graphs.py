@@ -1,0 +1,126 @@
+"""The graph runner, and what a case through graphs leaves behind, on the full simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cases.edges import EDGES
+from cases.model import Case, Phase, Request, Step
+from conformance.checks import graphs
+from conformance.checks.capacity import overruns
+from conformance.graphs_run import captured_sizes, graph_execution, replayed_steps, with_room
+from conformance.question import Question
+from conformance.selection import cases_for
+from conformance.session import Session
+from conformance.support import unsupported
+from conformance.sweep import draw
+from conformance.trial import Asker, Trial
+from fakes.cuda import DeviceUnavailable
+
+NAMES = ["torch", "fi", "fi-paged", "fa", "fa,fi"]
+
+
+@pytest.fixture(scope="module")
+def askers() -> Iterator[dict[str, Asker]]:
+    try:
+        with Session(NAMES, device_sim="full") as session:
+            yield {asker.spec.name: asker for asker in session.askers}
+    except DeviceUnavailable as error:
+        pytest.skip(str(error))
+
+
+def decode(*kv_lens: int, first: int = 0) -> Step:
+    return Step(tuple(Request(n - 1, 1, first + i) for i, n in enumerate(kv_lens)), "decode", "decode")
+
+
+THREE_STEPS = Case(
+    (decode(4, 9, 2), Step((Request(0, 5, 7),)), decode(6, first=7)),
+    page_size=4,
+    placement="scattered",
+    dtype="float16",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_correct_backend_replays_right(askers: dict[str, Asker], name: str) -> None:
+    trial = Trial(Question(THREE_STEPS), askers[name])
+    done = trial.graphs
+    assert done is not None
+    assert done.sizes == [8]
+    assert [(at.step, at.size) for at in done.replays] == [(0, 8), (2, 8)]
+    assert [len(run.layers) for run in done.steps.steps] == [2, 2, 2], "the prefill ran eagerly between them"
+    for at in done.replays:
+        count = len(THREE_STEPS.steps[at.step].requests)
+        for layer, padding in zip(at.run.layers, at.padding, strict=True):
+            assert layer.values is not None
+            assert layer.values.shape[0] == count
+            assert padding.shape[0] == 8 - count
+            assert torch.isfinite(padding).all()
+    assert graphs.check(trial) == []
+
+
+@pytest.mark.parametrize("name", ["fi", "fi-paged", "fa"])
+def test_what_a_replay_read_is_on_record(askers: dict[str, Asker], name: str) -> None:
+    done = Trial(Question(THREE_STEPS), askers[name]).graphs
+    assert done is not None
+    dummy = done.room.dummy_slot
+    for at in done.replays:
+        placed = done.room.steps[at.step].placed
+        for layer in range(2):
+            (call,) = [c for c in at.calls if c.layer == layer]
+            spans = [span.slots.tolist() for span in call.attended.spans]
+            assert spans == [*(s.tolist() for s in placed.slots), *[[dummy]] * (8 - len(placed.slots))]
+            if name != "fa":
+                assert call.plan is not None
+                assert call.plan.at.batch == at.step
+
+
+def test_dummies_have_a_page_and_a_row_of_their_own() -> None:
+    question = Question(replace(THREE_STEPS, page_size=3))
+    room = with_room(question.tensors)
+    for step in range(3):
+        table, plain = room.page_table(step), question.tensors.page_table(step)
+        assert torch.equal(table[:-1], plain)
+        assert table[-1, 0] == room.dummy_slot == 3 * question.tensors.plan.num_pages
+        assert (table[:-1] < room.dummy_slot).all()
+        pool = room.pool(step, "k", nan=False, after=True)
+        assert torch.equal(pool[:, :-1], question.tensors.pool(step, "k", nan=False, after=True))
+
+
+def test_sizes_and_eager_steps_vary_with_the_seed() -> None:
+    steps = tuple(decode(*[2] * n) for n in (1, 3, 4, 2, 1, 1))
+    sizes = {seed: captured_sizes(Case(steps, seed=seed)) for seed in range(4)}
+    assert sizes == {0: [8], 1: [4], 2: [2, 8], 3: [1, 4]}
+    assert replayed_steps(Case(steps)) == [0, 1, 2, 4, 5]
+    assert replayed_steps(Case((decode(1),), seed=12)) == []
+    phases: tuple[Phase, ...] = ("prefill", "decode")
+    assert [bool(replayed_steps(Case((Step((Request(),), p, p),)))) for p in phases] == [False, True]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_false_alarm(askers: dict[str, Asker], name: str) -> None:
+    asker = askers[name]
+    drawn = [case for chunk in draw(cases_for([asker.spec.capabilities]), 40, 5) for case in chunk]
+    edges = [case for case, _ in EDGES.values() if sum(case.steps[0].kv_lens) < 200]
+    replayed = 0
+    for case in (*edges, *drawn):
+        if unsupported(case, asker.spec.capabilities) is not None:
+            continue
+        trial = Trial(Question(case), asker)
+        assert not graphs.check(trial), case
+        assert not overruns(trial), case
+        replayed += trial.graphs is not None
+    assert replayed > 10
+
+
+def test_no_graph_without_a_declaration_or_a_decode_step(askers: dict[str, Asker]) -> None:
+    asker = askers["fa"]
+    undeclared = replace(asker.spec, capabilities=replace(asker.spec.capabilities, cuda_graph=False))
+    question = Question(THREE_STEPS)
+    assert graph_execution(question, undeclared, asker.machine, "strict") is None
+    prefill = Question(Case((Step((Request(0, 3),)),)))
+    assert graph_execution(prefill, asker.spec, asker.machine, "strict") is None
