@@ -50,7 +50,8 @@ def _read_back(question: Question, asker: AnyAsker, findings: Sequence[Finding])
 def headline(asker: AnyAsker, verdict: Verdict) -> str:
     """Who failed what."""
     checks = ", ".join(name for name in verdict.outcomes if name in verdict.failed)
-    return f"backend {verdict.backend} fails {checks} on case {short(verdict.digest)} ({asker.mode} mode)"
+    mode = "real libraries" if asker.real else f"{asker.mode} mode"
+    return f"backend {verdict.backend} fails {checks} on case {short(verdict.digest)} ({mode})"
 
 
 def setting(case: Case) -> str:
@@ -166,7 +167,11 @@ def _findings(findings: Sequence[Finding]) -> str:
 def replay_line(asker: AnyAsker, case: Case, folder: str | Path = FOLDER) -> str:
     """One shell line that asks this backend this case again."""
     words = ["conformance", "replay", "--backend", asker.spec.name]
-    if asker.mode != "strict":
+    if asker.real:
+        words += ["--library", "real"]
+    elif isinstance(asker, RemoteAsker):
+        words.append("--isolate")
+    if asker.mode != "strict" and not asker.real:
         words += ["--mode", asker.mode]
     text = to_json(case)
     if len(text) > INLINE:

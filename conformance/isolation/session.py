@@ -11,10 +11,13 @@ from typing import Any, Self
 from backends.libraries import Answer, LibraryKind
 from backends.registry import BackendSpec
 from cases.model import Case
+from conformance.gpu import require_gpu_elsewhere
 from conformance.isolation.deadlines import DEFAULT_CASE, Deadlines
 from conformance.isolation.messages import ReadBack, Setup, Task
 from conformance.isolation.pool import Pool
 from conformance.isolation.verdicts import cost_its_process
+from conformance.jit.build import prepare
+from conformance.jit.choose import DEFAULT_VARIANTS
 from conformance.outcome import Finding, Verdict
 from conformance.render import FOLDER
 from conformance.session import Session
@@ -109,10 +112,20 @@ def open_session(
     deadline: float | None = None,
     folder: str | Path = FOLDER,
     library: LibraryKind = "fake",
+    variants: int = DEFAULT_VARIANTS,
     **options: Any,
 ) -> Session | IsolatedSession:
     """A session to be entered. `isolate` None: real libraries are isolated, fakes are not, unless workers or a deadline
-    are asked for."""
+    are asked for. With real ones the kernels that FlashInfer compiles (`variants`: at most) are made ready here.
+
+    Raises:
+        NoGPU: real libraries are asked for, and no GPU answers. LibraryError: a library is not there, or a kernel of
+            it does not compile.
+    """
+    if library == "real":
+        require_gpu_elsewhere()
+        prepare([name if isinstance(name, str) else _path(name) for name in names], variants)
+        options |= {"variants": variants}
     if isolate is None:
         isolate = library == "real" or workers is not None or deadline is not None
     if isolate:

@@ -93,7 +93,7 @@ def test_place_of_a_crash_and_its_last_words(told: dict[tuple[str, str], Verdict
 def test_wrong_answer_is_told_in_full(session: IsolatedSession, told: dict[tuple[str, str], Verdict]) -> None:
     text = render(asker(session, "Lies"), FATAL, told[name("Lies"), digest(FATAL)])
     assert "weights read back with one-hot V" in text
-    assert f"replay: conformance replay --backend {name('Lies')} " in text
+    assert f"replay: conformance replay --backend {name('Lies')} --isolate '" in text
 
 
 def test_crash_is_made_small(session: IsolatedSession) -> None:

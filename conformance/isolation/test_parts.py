@@ -164,3 +164,9 @@ def test_verdicts_from_elsewhere_are_told_in_full() -> None:
     text = render(asker, CASES[0], verdict)
     assert "values: the process died of SIGSEGV" in text
     assert "\nweights\n" in text
+    assert "(strict mode)\n" in text
+    assert "\nreplay: conformance replay --backend torch --isolate '" in text
+    asker.real = True
+    text = render(asker, CASES[0], verdict)
+    assert "(real libraries)\n" in text
+    assert "\nreplay: conformance replay --backend torch --library real '" in text
