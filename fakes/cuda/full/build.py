@@ -148,8 +148,9 @@ def _build(folder: Path) -> ModuleType:
         raise DeviceUnavailable(
             f"the full simulated CUDA device is built with torch.utils.cpp_extension, which says: {error}"
         ) from error
+    for broken_off in folder.parent.glob(f"{folder.name}.*[0-9]"):
+        shutil.rmtree(broken_off, ignore_errors=True)
     working = folder.with_name(f"{folder.name}.{os.getpid()}")
-    shutil.rmtree(working, ignore_errors=True)
     working.mkdir()
     path = os.environ.get("PATH", "")
     ninja = _ninja_folder()

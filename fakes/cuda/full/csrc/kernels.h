@@ -127,7 +127,20 @@ inline void register_kernels(torch::Library& aten) {
   aten.impl("_fused_sdp_choice", &math_attention);
   aten.impl("_use_cudnn_ctc_loss", &no_cudnn_ctc);
   aten.impl("_use_cudnn_ctc_loss.Tensor", &no_cudnn_ctc_of_tensors);
+  aten.impl("_use_miopen_ctc_loss", &no_cudnn_ctc);
+  aten.impl("_use_miopen_ctc_loss.Tensor", &no_cudnn_ctc_of_tensors);
   aten.impl("record_stream", &record_stream);
+}
+
+// Kinds of CUDA tensors that are not strided memory. torch makes some of them without a kernel of ours.
+constexpr c10::DispatchKey kOtherKinds[] = {
+    c10::DispatchKey::SparseCUDA, c10::DispatchKey::SparseCsrCUDA, c10::DispatchKey::QuantizedCUDA,
+    c10::DispatchKey::NestedTensorCUDA};
+
+inline void refuse_kind(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
+  not_simulated(
+      "the simulated CUDA device holds plain strided tensors only: " + toString(op.operator_name()) +
+      " was called with a sparse, quantized or nested one");
 }
 
 }  // namespace sim

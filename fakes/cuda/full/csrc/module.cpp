@@ -53,6 +53,12 @@ void install() {
         torch::Library::IMPL, "aten", std::make_optional(c10::DispatchKey::CUDA), __FILE__, __LINE__);
     register_kernels(*aten);
     g_registered.push_back(std::move(aten));
+    for (const c10::DispatchKey kind : kOtherKinds) {
+      auto refused = std::make_unique<torch::Library>(
+          torch::Library::IMPL, "_", std::make_optional(kind), __FILE__, __LINE__);
+      refused->fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_kind>());
+      g_registered.push_back(std::move(refused));
+    }
   } catch (...) {
     uninstall();
     throw;
