@@ -17,7 +17,7 @@ ENGINE_CASES ?= 100
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help conformance test lint example engine mutants bench soak clean
+.PHONY: help conformance test lint example engine mutants opinfo bench soak clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
@@ -47,6 +47,9 @@ engine: $(INSTALLED) $(ENGINE)/.installed ## Install SGLang 0.5.23 beside and as
 mutants: $(INSTALLED) ## Check that every mutant is caught by the check that claims it
 	$(BIN)/conformance mutants
 
+opinfo: $(INSTALLED) ## Put all of torch's own sample inputs through the full simulated device
+	$(BIN)/python -m fakes.cuda.full.opinfo
+
 bench: $(INSTALLED) ## Measure speed and what each value kind detects
 	$(BIN)/conformance bench
 
@@ -62,7 +65,7 @@ clean: ## Remove what the targets above made
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip -e '.[upgrade]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip expecttest -e '.[full,upgrade]'
 	@touch $@
 
 $(ENGINE)/.installed: backends/engines/sglang.txt | $(INSTALLED)
