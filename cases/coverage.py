@@ -27,6 +27,7 @@ GROUPS = (
     "kv_len",
     "qo_len",
     "prefix",
+    "session",
     "strided",
 )
 _WIDTH = 110
@@ -54,6 +55,8 @@ class Reached:
                     labels.add(("prefix", "shared pages"))
                 if isinstance(r, Request) and r.cached_len and r.extend_len > 1:
                     labels.add(("prefix", "cached tokens before new ones"))
+        if case.session:
+            labels.update(("session", event) for event in _events(case))
         self.counts.update(labels)
 
     def merge(self, other: Reached) -> None:
@@ -99,6 +102,38 @@ class Reached:
     def _group(self, group: str) -> list[tuple[str, int]]:
         found = [(label, n) for (name, label), n in self.counts.items() if name == group]
         return sorted(found, key=lambda item: _order(group, item[0]))
+
+
+def _events(case: Case) -> set[str]:
+    """What happens in a session."""
+    found: set[str] = set()
+    live: dict[int, int] = {}
+    gone: set[int] = set()
+    for step in case.steps:
+        for uid in step.finished:
+            del live[uid]
+            gone.add(uid)
+        computed = {r.uid: r.kv_len for r in step.requests}
+        for r in step.requests:
+            if r.uid not in live:
+                found.add("comes back" if r.uid in gone else "comes")
+                if r.prefix_of is not None:
+                    found.add(
+                        "borrows of one who computes"
+                        if r.prefix_of in computed
+                        else "borrows of one who waits"
+                    )
+                if r.stored_len > r.prefix_len:
+                    found.add("brings tokens along")
+            elif r.stored_len < live[r.uid]:
+                found.add("steps back")
+        if step.finished:
+            found.add("leaves")
+        if live.keys() - computed.keys():
+            found.add("waits")
+        live |= computed
+        gone -= computed.keys()
+    return found
 
 
 def _order(group: str, label: str) -> tuple[int, int, str]:

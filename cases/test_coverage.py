@@ -81,3 +81,27 @@ def test_table() -> None:
     assert "page_size   1: 1  16: 1" in lines
     assert "kv_len      1: 1  P: 1  P+1: 1  two pages and more: 2" in lines
     assert all(len(line) <= 110 for line in lines)
+
+
+def test_events_of_a_session() -> None:
+    steps = (
+        Step((Request(extend_len=4), Request(2, 3, 1))),
+        Step((Request(4, 2, 2, prefix_of=0, prefix_len=4),)),
+        Step((Request(4, 1, 3, prefix_of=1, prefix_len=4), Request(5, 1, 1)), finished=(0,)),
+        Step((Request(4, 2, 1), Request(4, 1, 0))),
+    )
+    reached = _reached(Case(steps, page_size=4, session=True))
+    assert dict(reached.to_dict()["reached"]["session"]) == dict.fromkeys(  # type: ignore[index]
+        (
+            "comes",
+            "comes back",
+            "borrows of one who computes",
+            "borrows of one who waits",
+            "brings tokens along",
+            "steps back",
+            "leaves",
+            "waits",
+        ),
+        1,
+    )
+    assert "session" not in _reached(Case(steps[:1])).table()

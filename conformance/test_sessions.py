@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 from backends.torch_sdpa import TorchBackend
 from cases.model import Case, Request, Step
+from cases.simplify import simplify
 from conformance.checks import session as check
 from conformance.examine import examine
-from conformance.find import smallest
+from conformance.find import fails, smallest
 from conformance.mutants import MUTANTS
 from conformance.outcome import Outcome, Verdict
 from conformance.question import Question
@@ -21,6 +23,7 @@ from conformance.selection import cases_for, sessions_for
 from conformance.session import Session
 from conformance.sweep import Sweep, draw
 from conformance.trial import Asker
+from fakes.cuda import DeviceUnavailable
 
 
 def step(*requests: Request, finished: tuple[int, ...] = ()) -> Step:
@@ -154,3 +157,26 @@ def test_some_faults_show_in_sessions_alone() -> None:
         asker = Asker(planted.spec(correct.spec), correct.machine, correct.mode)
         found = smallest(asker, "values", cases_for([asker.spec.capabilities]), seed=1, max_examples=200)
     assert found is None
+
+
+@pytest.fixture
+def full() -> Iterator[Asker]:
+    """`fi` on the full simulated device."""
+    try:
+        with Session(["fi"], device_sim="full") as opened:
+            yield opened.askers[0]
+    except DeviceUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", ["pad_rows_keep_out_loc", "reuse_staging"])
+def test_planted_faults_show_in_sessions(name: str, full: Asker) -> None:
+    """Padding that stores where a finished request stood; a staging buffer that is rewritten before its copy."""
+    planted = MUTANTS[name]
+    asker = Asker(planted.spec(full.spec), full.machine, full.mode)
+    drawn = next(iter(draw(sessions_for([asker.spec.capabilities]), 60, 0)))
+    found = next(case for case in drawn if fails(case, asker, planted.check))
+    found = simplify(found, lambda case: fails(case, asker, planted.check))
+    assert len(found.steps) <= 3
+    assert sum(len(step.requests) for step in found.steps) <= 4
+    assert max(r.kv_len for step in found.steps for r in step.requests) <= 2

@@ -56,34 +56,6 @@ def _(cls: type[Any]) -> type[Any]:
 
 
 @mutant(
-    "decode_mates_of_the_last_batch",
-    base="fa",
-    check="session",
-    why="a decode batch of the size of the last one is taken to hold the same requests",
-    issue="flashinfer#2236",
-    requests=2,
-    tokens=2,
-)
-def _(cls: type[Any]) -> type[Any]:
-    class SameMates(cls):
-        def prepare_metadata(self, batch: Any) -> None:
-            if not batch.is_decode:
-                super().prepare_metadata(batch)
-                return
-            rows = [req.table_idx for req in batch.padded_reqs]
-            last = self.__dict__.get("rows", [])
-            self.rows = last if len(last) == len(rows) else rows
-            believed = copy(batch)
-            believed.padded_reqs = [
-                replace(req, table_idx=row) for req, row in zip(batch.padded_reqs, self.rows, strict=True)
-            ]
-            super().prepare_metadata(believed)
-            batch.attn_metadata = believed.attn_metadata
-
-    return SameMates
-
-
-@mutant(
     "length_counted_per_row",
     base="fa",
     check="session",
