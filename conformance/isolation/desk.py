@@ -84,36 +84,43 @@ class Desk:
             self._journal.running(name, text)
             sys.stdout.flush()
             os.ftruncate(1, 0)
-            said = self._judge(question, self._askers[name], task)
+            said = judge(question, self._askers[name], task.checks, self._gpu)
             self._conn.send(said)
             if not isinstance(said, Judged) or said.last:
                 os._exit(1)  # leaving a lost CUDA context in order can take forever
 
-    def _judge(self, question: Question, asker: Asker, task: Task) -> Judged | Retired | Broke:
-        verdict: Verdict | None = None
-        error: Exception | None = None
-        try:
-            verdict = examine(question, asker, task.checks)
-        except Exception as raised:  # noqa: BLE001 - of the harness, or through it of a spent process
-            error = raised
-        lost = self._lost_context()
-        if lost is not None:
-            return Retired(Outcome.CRASHED, f"the CUDA context is lost: {lost}", verdict)
-        if verdict is not None:
-            return Judged(verdict, last=_ran_out_of_memory(verdict))
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-            return Retired(Outcome.RAISED, f"no memory is left for the harness: {_line(error)}", None)
-        return Broke("".join(traceback.format_exception(error)))
 
-    def _lost_context(self) -> str | None:
-        """What CUDA says if it is no longer usable. Waits for everything that the case has started."""
-        if self._gpu is None:
-            return None
-        try:
-            self._gpu.settle()
-        except Exception as error:  # noqa: BLE001 - torch has several classes for it
-            return _line(error)
-        return None
+def judge(
+    question: Question, asker: Asker, checks: frozenset[str] | None, gpu: Machine | None
+) -> Judged | Retired | Broke:
+    """Ask a backend one case, and see what is left of the process. `gpu`: the machine whose context may be lost."""
+    verdict: Verdict | None = None
+    error: Exception | None = None
+    try:
+        verdict = examine(question, asker, checks)
+    except Exception as raised:  # noqa: BLE001 - of the harness, or through it of a spent process
+        error = raised
+    lost = None if gpu is None else _lost_context(gpu)
+    if lost is not None:
+        return Retired(Outcome.CRASHED, f"the CUDA context is lost: {lost}", verdict)
+    if verdict is not None:
+        return Judged(verdict, last=_ran_out_of_memory(verdict))
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return Retired(Outcome.RAISED, f"no memory is left for the harness: {_line(error)}", None)
+    if gpu is not None and isinstance(error, RuntimeError) and "CUDA error" in str(error):
+        return Retired(
+            Outcome.RAISED, f"an error came to light after the backend had returned: {_line(error)}", None
+        )
+    return Broke("".join(traceback.format_exception(error)))
+
+
+def _lost_context(gpu: Machine) -> str | None:
+    """What CUDA says if it is no longer usable. Waits for everything that the case has started."""
+    try:
+        gpu.settle()
+    except Exception as error:  # noqa: BLE001 - torch has several classes for it
+        return _line(error)
+    return None
 
 
 def _described(spec: BackendSpec) -> BackendSpec:
