@@ -249,8 +249,8 @@ def _(cls: type[Any]) -> type[Any]:
     check="graphs",
     why="a replay leaves the graph's wrapper where the next eager batch looks for its own",
     issue="mini-sglang",
-    requests=3,
-    tokens=3,
+    requests=2,
+    tokens=2,
     alone=True,
     device="full",
 )

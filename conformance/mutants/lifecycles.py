@@ -75,6 +75,27 @@ def _(cls: type[Any]) -> type[Any]:
 
 
 @mutant(
+    "stale_qo_indptr",
+    base="fi",
+    check="metadata",
+    why="a prefill of as many requests as the last one keeps its qo_indptr: q has other rows than that says",
+    issue="flashinfer#2236",
+    requests=2,
+    tokens=3,
+)
+def _(cls: type[Any]) -> type[Any]:
+    class KeepsQoIndptr(cls):
+        def prepare_metadata(self, batch: Any) -> None:
+            super().prepare_metadata(batch)
+            if batch.is_prefill:
+                metadata, kept = batch.attn_metadata, self.__dict__.setdefault("kept", {})
+                own = metadata.cu_seqlens_q_cpu
+                metadata.cu_seqlens_q_cpu = kept.setdefault(own.shape[0], own)
+
+    return KeepsQoIndptr
+
+
+@mutant(
     "dtype_of_another_plan",
     base="fi",
     check="values",
