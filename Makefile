@@ -53,8 +53,8 @@ opinfo: $(INSTALLED) ## Put all of torch's own sample inputs through the full si
 bench: $(INSTALLED) ## Measure speed and what each value kind detects
 	$(BIN)/conformance bench
 
-soak: $(INSTALLED) ## Run 20,000 random cases per backend; with TRACES=folder also BATCHES=1000 of each trace in it
-	$(BIN)/conformance run --cases 20000 --seed $(SEED)
+soak: $(INSTALLED) ## Run 20,000 random cases and sessions per backend; with TRACES=folder also BATCHES=1000 of each trace in it
+	$(BIN)/conformance run --cases 20000 --sessions 20000 --seed $(SEED)
 	$(if $(TRACES),set -e; for trace in $(wildcard $(TRACES)/*.csv $(TRACES)/*.jsonl); do \
 		$(BIN)/conformance run --trace "$$trace" --page-size 16 --batches $(BATCHES); done)
 
