@@ -420,6 +420,12 @@ def test_scheduler_metadata_is_taken_while_it_fits(strict: recorder.Recorder) ->
         ("sgl_kernel.fa.scheduler_metadata.stale", "order")
     ]
     assert [call.op for call in strict.calls if call.name == "get_scheduler_metadata"] == ["plan", "plan"]
+    strict.findings.clear()
+    eight = flash_attn.get_scheduler_metadata(cache_seqlens=ints(9, 6), num_splits=8, **shape)
+    paged_fa.attend(LAB, r, scheduler_metadata=eight, num_splits=8)
+    assert not strict.findings
+    paged_fa.attend(LAB, r, scheduler_metadata=eight, num_splits=2)
+    assert [f.rule for f in strict.findings] == ["sgl_kernel.fa.scheduler_metadata.splits"]
     shape["causal"] = False
     plain_mask = flash_attn.get_scheduler_metadata(cache_seqlens=ints(9, 6), **shape)
     with pytest.raises(RuntimeError, match="scheduler_metadata must have shape"):

@@ -187,25 +187,51 @@ def _(cls: type[Any]) -> type[Any]:
     declares={"dtypes": frozenset({"float16", "bfloat16"})},
 )
 def _(cls: type[Any]) -> type[Any]:
+    return _scheduled(cls, splits=(1, 1))
+
+
+@mutant(
+    "splits_capture_lt_run",
+    base="fa",
+    check="graphs",
+    why="FlashAttention is captured with room for 2 splits, and a replay's schedule is made for 8",
+    issue="vllm#20301",
+    tokens=1,
+    alone=True,
+    modes=("strict",),  # the fake has no memory outside of its results to spoil
+    device="full",
+    declares={"dtypes": frozenset({"float16", "bfloat16"})},
+)
+def _(cls: type[Any]) -> type[Any]:
+    class MoreSplitsAtReplay(_scheduled(cls, splits=(2, 8))):
+        def prepare_for_replay(self, batch: Any) -> None:
+            super().prepare_for_replay(batch)
+            captured = self.schedules[len(batch.padded_reqs)]
+            captured.copy_(self.schedule_for(self._captured(batch), self.splits[1]))
+
+    return MoreSplitsAtReplay
+
+
+def _scheduled(cls: type[Any], splits: tuple[int, int]) -> type[Any]:
+    """`fa` with a schedule that is made at capture; `splits` of what is captured, and of a replay."""
+
     class SchedulesAtCapture(cls):
         def __init__(self, engine: Any) -> None:
             from sgl_kernel.flash_attn import get_scheduler_metadata  # pyright: ignore[reportMissingImports]
 
             super().__init__(engine)
-            attend = self.flash_attn_with_kvcache
-            self.schedule_of = get_scheduler_metadata
+            self.splits, self.schedule_of = splits, get_scheduler_metadata
+            self.schedules: dict[int, Any] = {}
             self.schedule: Any = None
-            self.flash_attn_with_kvcache = lambda **given: attend(**given, scheduler_metadata=self.schedule)
+            attend = self.flash_attn_with_kvcache
+            self.flash_attn_with_kvcache = lambda **given: attend(
+                **given, scheduler_metadata=self.schedule, num_splits=splits[0]
+            )
 
-        def prepare_metadata(self, batch: Any) -> None:
-            super().prepare_metadata(batch)
-            self.schedule = None
-
-        def prepare_for_capture(self, batch: Any) -> None:
-            super().prepare_for_capture(batch)
-            e, metadata = self.engine, batch.attn_metadata
-            self.schedule = self.schedule_of(
-                len(batch.padded_reqs),
+        def schedule_for(self, metadata: Any, num_splits: int) -> Any:
+            e, window = self.engine, self.engine.windows[0]
+            return self.schedule_of(
+                metadata.cache_seqlens.shape[0],
                 1,
                 metadata.max_seqlen_k,
                 e.num_qo_heads,
@@ -216,9 +242,18 @@ def _(cls: type[Any]) -> type[Any]:
                 headdim_v=e.head_dim_vo,
                 page_size=self.page_size,
                 causal=True,
-                window_size=(-1 if e.windows[0] is None else e.windows[0] - 1, 0),
-                num_splits=1,
+                window_size=(-1 if window is None else window - 1, 0),
+                num_splits=num_splits,
             )
+
+        def prepare_metadata(self, batch: Any) -> None:
+            super().prepare_metadata(batch)
+            self.schedule = None
+
+        def prepare_for_capture(self, batch: Any) -> None:
+            super().prepare_for_capture(batch)
+            self.schedule = self.schedule_for(batch.attn_metadata, splits[0])
+            self.schedules[len(batch.padded_reqs)] = self.schedule
 
     return SchedulesAtCapture
 

@@ -69,11 +69,23 @@ def key_lengths(args: Forward, shape: Shape) -> np.ndarray:
 
 
 def planned_lengths(args: Forward, shape: Shape, lens: np.ndarray) -> None:
-    """Strict: the scheduler's metadata must have been made for these lengths."""
+    """Strict: the scheduler's metadata must have been made for these lengths, and for no more splits than the call has.
+
+    Splits: read of a public report (vllm#20301), not measured.
+    """
     if args.scheduler_metadata is None or not strict():
         return
     at = -(-shape.batch // 4) * 4
-    planned = cuda.host(args.scheduler_metadata).numpy()[at : at + shape.batch]
+    held = cuda.host(args.scheduler_metadata).numpy()
+    planned = held[at : at + shape.batch]
+    if 0 < args.num_splits < held[0]:
+        find(
+            "fa.scheduler_metadata.splits",
+            "num_splits",
+            f"scheduler_metadata was made for {held[0]} splits, this call has room for {args.num_splits}: the parts of "
+            "the others are read and written outside of it",
+            kind="order",
+        )
     if (planned != lens).any():
         find(
             "fa.scheduler_metadata.stale",
