@@ -73,7 +73,7 @@ class Machine:
         return "cuda:0" if self.simulated and cuda.on_device(tensor) else str(tensor.device)
 
 
-class _Poisoned:
+class Poisoned:
     """Memory that backend code allocates without filling it holds NaN, or the largest integer. Entered for every call
     of every case."""
 
@@ -101,7 +101,7 @@ class GPU(Machine):
         require_gpu()
         super().__init__(None)
         self.device = torch.device("cuda")
-        self._running = _Poisoned()
+        self._running = Poisoned()
         self._nan: torch.Tensor | None = None
 
     @property

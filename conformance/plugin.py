@@ -7,8 +7,9 @@ suite is collected.
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -24,6 +25,7 @@ DEFAULT_SESSIONS = 12
 _HOME = Path(__file__).resolve().parent.parent
 _SUITE = Path(__file__).with_name("test_conformance.py")
 _RESULTS: pytest.StashKey[Results] = pytest.StashKey()
+_NO_GPU: pytest.StashKey[str | None] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,8 +41,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--library",
         choices=("fake", "real"),
-        default="fake",
-        help="which kernel libraries answer (default: fake)",
+        help="which kernel libraries answer (default: real with -m gpu, else fake)",
+    )
+    group.addoption(
+        "--require",
+        choices=("gpu",),
+        help="gpu: fail where no GPU answers; without it, tests that need one are skipped there",
+    )
+    group.addoption(
+        "--variants",
+        type=int,
+        metavar="N",
+        help="with real libraries: kernels that FlashInfer compiles, at most; cases are drawn for these (default: 12)",
     )
     group.addoption(
         "--conformance-mode",
@@ -99,11 +111,35 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu: needs no GPU")
     config.addinivalue_line("markers", "gpu: needs a GPU and the real kernel libraries")
     config.addinivalue_line("markers", "engine: needs an engine that is installed (make engine)")
-    asked = (
-        config.getoption("backend") or config.getoption("trace_file") or config.getoption("library") != "fake"
-    )
-    if asked or config.getoption("device_sim") == "full":
+    why = missing_gpu(config)
+    if why is not None and config.getoption("require") == "gpu":
+        raise pytest.UsageError(f"{why}, and --require gpu asks for one")
+    asked = config.getoption("backend") or config.getoption("trace_file") or library(config) != "fake"
+    if why is None and (asked or config.getoption("device_sim") == "full"):
         results(config)
+
+
+def library(config: pytest.Config) -> Literal["fake", "real"]:
+    """Which kernel libraries answer in this run."""
+    given = config.getoption("library")
+    words = re.findall(r"\w+", config.getoption("markexpr", ""))
+    return given or ("real" if "gpu" in words and not {"cpu", "not"} & {*words} else "fake")
+
+
+def missing_gpu(config: pytest.Config) -> str | None:
+    """Why no GPU answers, in one sentence, where this run asks for one; None: it does, or none is asked for."""
+    if library(config) == "fake" and config.getoption("require") != "gpu":
+        return None
+    if _NO_GPU not in config.stash:
+        from conformance.gpu import require_gpu_elsewhere
+        from conformance.machine import NoGPU
+
+        try:
+            require_gpu_elsewhere()
+            config.stash[_NO_GPU] = None
+        except NoGPU as error:
+            config.stash[_NO_GPU] = str(error)
+    return config.stash[_NO_GPU]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -123,11 +159,16 @@ _FOLDERS = {_HOME / room for room in ROOMS}
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    real, why = library(config) == "real", missing_gpu(config)
     for item in items:
+        if item.path == _SUITE and real:
+            item.add_marker(pytest.mark.gpu)
         ours = any(folder in item.path.parents for folder in _FOLDERS)
         if ours and not any(item.get_closest_marker(other) for other in ("gpu", "engine")):
             item.add_marker(pytest.mark.cpu)
+        if why is not None and item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason=why))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -135,6 +176,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     from conformance.checks import CHECKS
 
+    if missing_gpu(metafunc.config) is not None:
+        names = [
+            name for name in ("conformance_backend", "conformance_check") if name in metafunc.fixturenames
+        ]
+        metafunc.parametrize(names, [("no GPU",) * len(names)], ids=["no GPU"])
+        return
     names = results(metafunc.config).names
     if "conformance_check" in metafunc.fixturenames:
         cells = [(name, check) for name in names for check in CHECKS if check != "smoke"]
@@ -174,6 +221,9 @@ def _results(config: pytest.Config) -> Results:
         raise pytest.UsageError(
             f"--workers must be at least 1 and --deadline more than 0, got {workers} and {deadline}"
         )
+    variants = option("variants")
+    if variants is not None and variants < 1:
+        raise pytest.UsageError(f"--variants must be at least 1, got {variants}")
     from backends.engines.path import look_in
     from conformance.choices import WRONG_USAGE
     from conformance.suite import Results
@@ -183,12 +233,13 @@ def _results(config: pytest.Config) -> Results:
             look_in(folder)
         return Results(
             option("backend"),
-            library=option("library"),
+            library=library(config),
             mode=option("conformance_mode"),
             device_sim=option("device_sim"),
             isolate=option("isolate"),
             workers=workers,
             deadline=deadline,
+            variants=variants,
             cases=option("cases"),
             sessions=option("sessions"),
             seed=option("case_seed"),
@@ -206,6 +257,9 @@ def conformance_results(request: pytest.FixtureRequest) -> Results:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    why = config.stash.get(_NO_GPU, None)
+    if why is not None:
+        terminalreporter.line(f"conformance: nothing ran on a GPU: {why}")
     computed = config.stash.get(_RESULTS, None)
     if computed is not None and computed.computed:
         terminalreporter.section("conformance")

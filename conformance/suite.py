@@ -12,6 +12,7 @@ from backends.libraries import LibraryKind
 from conformance.campaign import Campaign
 from conformance.choices import TraceBatches, chosen_backends, left_out, trace_batches
 from conformance.isolation.session import IsolatedSession, open_session
+from conformance.jit.choose import DEFAULT_VARIANTS
 from conformance.matrix import matrix
 from conformance.render import render
 from fakes.recorder import Mode
@@ -27,7 +28,7 @@ class Results:
         named: backends; none: all built-in ones and two hybrids.
         cases: random cases per backend. sessions: random sessions per engine-level backend. seed: draws them.
         trace: a request trace whose batches are asked too.
-        isolate, workers, deadline: see `conformance.isolation.session.open_session`.
+        isolate, workers, deadline, variants: see `conformance.isolation.session.open_session`.
         folder: where cases are written that are too long for a replay line.
 
     Raises:
@@ -44,6 +45,7 @@ class Results:
         isolate: bool | None = None,
         workers: int | None = None,
         deadline: float | None = None,
+        variants: int | None = None,
         cases: int,
         sessions: int,
         seed: int,
@@ -64,6 +66,7 @@ class Results:
             isolate=isolate,
             workers=workers,
             deadline=deadline,
+            variants=DEFAULT_VARIANTS if variants is None else variants,
             folder=folder,
         )
         self._open = ExitStack()

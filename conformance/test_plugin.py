@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 
 from conformance import plugin
 from conformance.session import Session
@@ -70,7 +71,11 @@ class Options:
         self.stash = pytest.Stash()
         self._options = {
             "backend": ["torch"],
-            "library": "fake",
+            "library": None,
+            "markexpr": "",
+            "engine_path": [],
+            "require": None,
+            "variants": None,
             "conformance_mode": "strict",
             "device_sim": "auto",
             "cases": 1,
@@ -82,7 +87,8 @@ class Options:
             "deadline": None,
         } | options
 
-    def getoption(self, name: str) -> object:
+    def getoption(self, name: str, default: object = None) -> object:
+        del default
         return self._options[name]
 
 
@@ -92,7 +98,8 @@ class Options:
         ("backend", ["tosch"], "unknown backend 'tosch'; did you mean 'torch'?"),
         ("backend", ["mine:Nobody"], "backend 'mine:Nobody': module mine has no attribute Nobody"),
         ("backend", ["cases.mine:Right"], "backend 'cases.mine:Right': module cases.mine does not import: "),
-        ("library", "real", "this process runs on fake libraries; real ones need a process of their own"),
+        ("library", "real", "no GPU answers: torch "),
+        ("variants", 0, "--variants must be at least 1, got 0"),
         ("workers", 0, "--workers must be at least 1 and --deadline more than 0, got 0 and None"),
         ("deadline", 0.0, "--workers must be at least 1 and --deadline more than 0, got None and 0.0"),
         ("trace_file", "none.csv", "none.csv: cannot be read (No such file or directory)"),
@@ -108,6 +115,38 @@ def test_wrong_usage_is_told_in_one_sentence(
         plugin.results(cast("pytest.Config", Options(here, **{option: value})))
     assert str(caught.value).startswith(sentence)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "expression", "found"),
+    [
+        (None, "", "fake"),
+        (None, "cpu", "fake"),
+        (None, "gpu", "real"),
+        (None, "not gpu", "fake"),
+        (None, "gpu or cpu", "fake"),
+        ("real", "", "real"),
+        ("fake", "gpu", "fake"),
+    ],
+)
+def test_marker_gpu_asks_real_libraries(given: str | None, expression: str, found: str, here: Path) -> None:
+    options = Options(here, library=given, markexpr=expression)
+    assert plugin.library(cast("pytest.Config", options)) == found
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a GPU may answer here")
+def test_without_a_gpu_one_line_says_why(here: Path) -> None:
+    argv = ("--pyargs", "conformance", "-m", "gpu", "--backend", "mine:Right")
+    code, said = run_pytest(here, *argv)
+    assert code == 0
+    assert "3 skipped" in said
+    lines = [line for line in said.splitlines() if "no GPU answers" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("conformance: nothing ran on a GPU: no GPU answers: torch ")
+    code, said = run_pytest(here, *argv, "--require", "gpu")
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert said.strip().startswith("ERROR: no GPU answers: torch ")
+    assert said.strip().endswith(", and --require gpu asks for one")
 
 
 def test_shadowing_folder_is_wrong_usage(here: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,10 +16,11 @@ import torch
 from backends.registry import spec_of
 from backends.torch_sdpa import TorchBackend
 from cases.model import Case, Heads, KernelRequest, Mask, Request, Step
-from conformance import machine, question
+from conformance import question
 from conformance.checks import CHECKS
+from conformance.cli import run_command
 from conformance.examine import examine
-from conformance.machine import GPU, Machine, NoGPU
+from conformance.machine import GPU, Machine, NoGPU, Poisoned
 from conformance.question import Question, large_answers_on
 from conformance.selection import named_cases
 from conformance.session import Session
@@ -57,7 +59,7 @@ class StandIn(GPU):
         return tensor.clone()
 
     def running(self) -> Any:
-        return machine._Poisoned()
+        return Poisoned()
 
     def settle(self) -> None:
         if self.late is not None:
@@ -161,35 +163,37 @@ def test_large_answers_are_the_same_elsewhere(mask: Mask, monkeypatch: pytest.Mo
     case = replace(KERNEL, mask=mask)
     here, there = Question(case), Question(case)
     monkeypatch.setattr(question, "LARGE", 1)
-    used: list[int] = []
-    answer_on = Question._answer_on
-    monkeypatch.setattr(
-        Question, "_answer_on", lambda self, *where: (used.append(where[2]), answer_on(self, *where))[1]
-    )
     for layer in range(2):
         want = here.answer(0, layer)
         with large_answers_on(torch.device("cpu")):
             got = there.answer(0, layer)
         assert (got.state.out - want.state.out).abs().max() <= want.exact_tolerance
         assert torch.equal(torch.isneginf(got.state.lse), torch.isneginf(want.state.lse))
-        torch.testing.assert_close(
-            there.budget(0, layer).max_abs, here.budget(0, layer).max_abs, rtol=1e-2, atol=0
-        )
-        torch.testing.assert_close(
-            there.lse_budget(0, layer).max_abs, here.lse_budget(0, layer).max_abs, rtol=1e-2, atol=0
-        )
-    assert used == [0, 1]
+        for name in ("budget", "lse_budget"):
+            ours, theirs = (getattr(asked, name)(0, layer).max_abs for asked in (there, here))
+            torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0)
 
 
-def test_small_answers_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Question, "_answer_on", lambda *_: pytest.fail("a small case went to the device"))
+def test_only_large_steps_go_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    went: list[int] = []
+
+    def answer_on(asked: Question, device: torch.device, step: int, layer: int) -> None:
+        del asked, device, layer
+        went.append(step)
+
+    monkeypatch.setattr(Question, "_answer_on", answer_on)
+    large = Case((*KERNEL.steps, Step((KernelRequest(90, 800),))), level="kernel", heads=Heads(4, 2))
     with large_answers_on(torch.device("cpu")):
-        Question(KERNEL).answer(0, 0)
+        for step in range(2):
+            Question(large).answer(step, 0)
+    Question(large).answer(1, 0)
+    assert went == [1]
 
 
-def command(*argv: str, path: str = "") -> tuple[int, str]:
+def in_another_process(code: str, path: str = "") -> str:
+    """The last line of what Python says to it."""
     done = subprocess.run(
-        [sys.executable, "-m", "conformance", *argv],
+        [sys.executable, "-c", code],
         cwd=ROOT,
         env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(ROOT)},
         capture_output=True,
@@ -197,30 +201,41 @@ def command(*argv: str, path: str = "") -> tuple[int, str]:
         check=False,
         timeout=120,
     )
-    return done.returncode, done.stderr.strip()
+    assert done.returncode
+    return done.stderr.strip().splitlines()[-1]
+
+
+REAL = 'from conformance.session import Session\nSession(["fa"], library="real")'
 
 
 @pytest.mark.skipif(find_spec("sgl_kernel") is not None, reason="it is installed here")
 def test_real_libraries_that_are_not_installed() -> None:
-    code, said = command("run", "--no-isolate", "--library", "real", "--backend", "fa")
-    assert code == 2
-    assert said == (
-        "conformance: error: real sgl_kernel was asked for, but it is not installed: pip install sglang-kernel"
+    assert in_another_process(REAL) == (
+        "backends.libraries.LibraryError: real sgl_kernel was asked for, but it is not installed: "
+        "pip install sglang-kernel"
     )
 
 
-def test_a_fake_that_poses_as_installed_is_refused() -> None:
-    site = str(ROOT / "fakes" / "site")
-    code, said = command("run", "--no-isolate", "--library", "real", "--backend", "fa", path=site)
-    assert code == 2
-    assert said.startswith("conformance: error: real sgl_kernel was asked for, but ")
+def test_a_fake_that_poses_as_installed_is_refused(tmp_path: Path) -> None:
+    copied = tmp_path / "sgl_kernel"
+    shutil.copytree(ROOT / "fakes" / "site" / "sgl_kernel", copied)
+    code = f"{REAL}\nimport sgl_kernel\nfrom backends.libraries import answered\nanswered()"
+    said = in_another_process(code, path=str(tmp_path))
+    assert said.startswith("backends.libraries.LibraryError: real sgl_kernel was asked for, but sgl_kernel")
+    assert "is the fake one" in said
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a GPU may answer here")
-def test_a_backend_without_a_library_needs_the_gpu_too() -> None:
-    code, said = command("run", "--no-isolate", "--library", "real", "--backend", "torch")
-    assert code == 2
+def test_the_command_says_that_no_gpu_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "--library", "real", "--device", "cuda", "--backend", "torch"]) == 2
+    said = capsys.readouterr().err
     assert said.startswith("conformance: error: no GPU answers: torch ")
+    assert said.count("\n") == 1
+
+
+def test_a_simulated_device_is_no_cuda_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "--device", "cuda", "--backend", "torch"]) == 2
+    assert "--device cuda needs --library real" in capsys.readouterr().err
 
 
 def test_declared_dtypes_provoke_no_refusal_in_faithful_mode() -> None:

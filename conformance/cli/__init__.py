@@ -20,6 +20,7 @@ COMMANDS = {
     "mutants": "plant known faults and see that each is caught",
     "fidelity": "ask fakes and real libraries the same calls, sound and malformed, and compare",
     "faults": "crash and hang worker processes on purpose and see that each gets its own outcome",
+    "jit": "compile the kernels of FlashInfer that a run on a GPU needs, on a machine with one or without",
     "bench": "measure speed and what each kind of values detects",
 }
 

@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from conformance.choices import UsageError
 from conformance.isolation.deadlines import DEFAULT_CASE
+from conformance.jit.choose import DEFAULT_VARIANTS
 
 
 def engine_path(folder: str) -> str:
@@ -60,6 +62,20 @@ def add_backend_options(parser: argparse.ArgumentParser, default: str) -> None:
         "checkout; may be repeated",
     )
     parser.add_argument(
+        "--device",
+        choices=("auto", "cuda"),
+        default="auto",
+        help="cuda: a real GPU, which is what --library real runs on (default: auto)",
+    )
+    parser.add_argument(
+        "--variants",
+        type=at_least(1),
+        default=DEFAULT_VARIANTS,
+        metavar="N",
+        help="with --library real: kernels that FlashInfer compiles, at most; cases are drawn for these "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
         "--isolate",
         action=argparse.BooleanOptionalAction,
         help="ask in worker processes, so that a crash or a hang costs one case (default: for real libraries, and "
@@ -106,6 +122,12 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def session_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What `conformance.isolation.session.open_session` is given besides the names."""
-    names = ("library", "mode", "device_sim", "isolate", "workers", "deadline")
+    """What `conformance.isolation.session.open_session` is given besides the names.
+
+    Raises:
+        UsageError: a real device for fakes.
+    """
+    if args.device == "cuda" and args.library == "fake":
+        raise UsageError("--device cuda needs --library real: on the fakes backends see a simulated device")
+    names = ("library", "mode", "device_sim", "isolate", "workers", "deadline", "variants")
     return {name: getattr(args, name) for name in names}
