@@ -19,7 +19,7 @@ from fakes.cuda import DeviceUnavailable
 
 HYBRIDS = ("fa,fi", "fi,fa")
 """Hybrids (prefill,decode) that are asked beside the built-in backends."""
-NEEDS_FULL_DEVICE = "graphs, capacity, in-flight copies"
+NEEDS_FULL_DEVICE = "graphs and the room of their buffers, in-flight copies"
 """Checks that need the full simulated device."""
 DEFAULT_BATCHES = 1000
 _KV_BUDGET = 1920

@@ -67,7 +67,7 @@ def test_correct_backend_exits_0(capsys: pytest.CaptureFixture[str], here: Path)
     assert main(["run", "--backend", "torch", "--cases", "10", "--seed", "2", "--report", "r.jsonl"]) == 0
     said = capsys.readouterr().out
     assert "backends     torch\n" in said
-    assert "left out     graphs, capacity, in-flight copies: they need the full simulated CUDA device" in said
+    assert "left out     graphs and the room of their buffers, in-flight copies: they need the full" in said
     assert "\nreached, level engine\n" in said
     assert "page_size" in said
     assert "sessions     30 random ones per engine-level backend" in said

@@ -60,7 +60,7 @@ def test_suite_on_backends_of_ones_own(here: Path) -> None:
     assert "test_cli" not in said  # our own tests are no business of the user's
     assert not re.search(r"^(E  |.*test_conformance\.py:\d)|Traceback", said, re.MULTILINE)
     assert "replay: conformance replay --backend mine:Wrong '{" in said
-    assert "\ndevice: cpu; left out: graphs, capacity" in said
+    assert "\ndevice: cpu; left out: graphs and the room" in said
 
 
 class Options:
