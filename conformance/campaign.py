@@ -12,12 +12,12 @@ from cases.model import Case, Level
 from cases.simplify import simplify
 from conformance.examine import examine
 from conformance.find import fails, smallest
-from conformance.outcome import FATAL, LEADING, Verdict
+from conformance.outcome import LEADING, Verdict
 from conformance.question import Question
 from conformance.selection import cases_for, distinct, named_cases, sessions_for, smoke_cases
 from conformance.support import unsupported
 from conformance.sweep import Asked, Known, Sweep, Tally, draw, size
-from conformance.trial import AnyAsker
+from conformance.trial import AnyAsker, RemoteAsker
 from conformance.waivers import pinned_cases
 
 _SMALL = (1, 4, 1)
@@ -99,8 +99,12 @@ class Campaign:
             self._ask_random(sweep)
 
     def _ask_long(self, level: Level, sweep: Sweep) -> None:
-        """Long contexts, put to kernel libraries on a GPU."""
-        askers = [asker for asker in sweep.askers if asker.real and asker.spec.capabilities.library]
+        """Long contexts, put to the attention kernels of libraries on a GPU."""
+        askers = [
+            asker
+            for asker in sweep.askers
+            if asker.real and asker.spec.capabilities.library and not asker.spec.capabilities.merges
+        ]
         self._tell(sweep.ask_each((case, askers) for case in (long_cases(level) if askers else ())))
 
     def _ask_random(self, sweep: Sweep) -> None:
@@ -165,7 +169,7 @@ class Campaign:
         """The smallest case that is found for that: by hypothesis, or from the smallest one that was asked."""
         known = self.failure(backend, check)
         asker = known.asker
-        if known.verdict.outcomes[check] in FATAL:
+        if isinstance(asker, RemoteAsker) and known.verdict.spends_process:
             return self._shrink_fatal(known, check)
         found = [simplify(known.case, lambda case: fails(case, asker, check))]
         if size(found[0]) > _SMALL:
@@ -185,12 +189,12 @@ class Campaign:
 
         def fatal(case: Case) -> bool:
             nonlocal smallest_, deaths
-            if deaths == MAX_DEATHS or unsupported(case, known.asker.spec.capabilities, known.asker.mode):
+            if deaths >= MAX_DEATHS or unsupported(case, known.asker.spec.capabilities, known.asker.mode):
                 return False
             verdict = examine(Question(case), known.asker, {check})
+            deaths += verdict.spends_process
             if verdict.outcomes.get(check) is not known.verdict.outcomes[check]:
                 return False
-            deaths += 1
             smallest_ = Failure(known.asker, case, verdict)
             return True
 

@@ -74,6 +74,14 @@ class Verdict:
     def passed(self) -> bool:
         return not self.failed
 
+    @property
+    def spends_process(self) -> bool:
+        """Whether the process that was asked is of no use for another case: it has died, or its memory is taken."""
+        return any(o in FATAL for o in self.outcomes.values()) or any(
+            f.outcome is Outcome.RAISED and "MemoryError: " in f.message  # also torch's OutOfMemoryError
+            for f in self.findings
+        )
+
 
 LEADING = ("metadata", "lifecycle")
 """Checks whose findings lead a report: they name the cause, the others its effect."""

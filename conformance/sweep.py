@@ -13,7 +13,7 @@ from cases.codec import STORED_DIGITS, digest
 from cases.coverage import Reached
 from cases.model import Case
 from conformance.examine import examine
-from conformance.outcome import FATAL, Outcome, Verdict
+from conformance.outcome import Outcome, Verdict
 from conformance.question import Question
 from conformance.support import unsupported
 from conformance.trial import AnyAsker, RemoteAsker
@@ -35,6 +35,8 @@ class Tally:
 
     backend: str
     ran: int = 0
+    lost: int = 0
+    """Cases that cost their process, or would have cost one of their own."""
     unsupported: Counter[str] = field(default_factory=Counter[str])
     outcomes: dict[str, Counter[Outcome]] = field(default_factory=dict[str, Counter[Outcome]])
     failures: dict[str, tuple[Case, Verdict]] = field(default_factory=dict[str, tuple[Case, Verdict]])
@@ -45,6 +47,7 @@ class Tally:
             self.unsupported[verdict.unsupported] += 1
             return
         self.ran += 1
+        self.lost += verdict.spends_process
         for check, outcome in verdict.outcomes.items():
             self.outcomes.setdefault(check, Counter())[outcome] += 1
         for check in verdict.failed:
@@ -55,11 +58,6 @@ class Tally:
     def failed(self, check: str) -> int:
         """How many cases this check failed on."""
         return sum(n for outcome, n in self.outcomes.get(check, Counter()).items() if outcome.is_fault)
-
-    @property
-    def lost(self) -> int:
-        """How many cases cost their process."""
-        return sum(counts[outcome] for counts in self.outcomes.values() for outcome in FATAL)
 
     @property
     def clean(self) -> bool:

@@ -104,7 +104,7 @@ def judge(
     if lost is not None:
         return Retired(Outcome.CRASHED, f"the CUDA context is lost: {lost}", verdict)
     if verdict is not None:
-        return Judged(verdict, last=_ran_out_of_memory(verdict))
+        return Judged(verdict, last=verdict.spends_process)
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return Retired(Outcome.RAISED, f"no memory is left for the harness: {_line(error)}", None)
     if gpu is not None and isinstance(error, RuntimeError) and "CUDA error" in str(error):
@@ -126,12 +126,6 @@ def _lost_context(gpu: Machine) -> str | None:
 def _described(spec: BackendSpec) -> BackendSpec:
     """A backend as another process may know it. Only this one knows which releases answer, so which waivers hold."""
     return replace(spec, factory=not_here, waivers=tuple(replace(w, library=None) for w in in_force(spec)))
-
-
-def _ran_out_of_memory(verdict: Verdict) -> bool:
-    """Whether the backend did; whatever it holds would be missed by its neighbours."""
-    raised = [f.message for f in verdict.findings if f.outcome is Outcome.RAISED]
-    return any("MemoryError: " in message for message in raised)  # also torch's OutOfMemoryError
 
 
 def _line(error: BaseException | None) -> str:

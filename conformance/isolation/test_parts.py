@@ -14,6 +14,7 @@ import pytest
 from backends.registry import BackendSpec, resolve
 from cases.codec import digest
 from cases.model import Case, Request, Step
+from conformance.campaign import MAX_DEATHS, Campaign
 from conformance.isolation.deadlines import compiler_ticks
 from conformance.isolation.lastwords import ending, last_words
 from conformance.isolation.messages import Retired
@@ -153,6 +154,38 @@ def test_backend_that_always_crashes_is_given_up() -> None:
     (tally,) = sweep.tallies.values()
     assert tally.lost == tally.ran == MAX_LOST
     assert dict(tally.unsupported) == {f"not asked after {MAX_LOST} cases that cost their process": 5}
+
+
+def test_making_a_crash_small_costs_few_processes() -> None:
+    """Every case crashes, so that the smallest of all is within reach of 30 crashes."""
+    long = Case(
+        (Step(tuple(Request(900 + n, 2, uid=n) for n in range(6))),), page_size=16, placement="scattered"
+    )
+    asker = Crashes(resolve("torch"))
+    campaign = Campaign([asker], given=[long], count=50)
+    (tally,) = campaign.tallies.values()
+    tally.add(long, asker.examine(long, None))
+    failure = campaign.shrink("torch", "values")
+    assert 5 < len(asker.asked) <= MAX_DEATHS + 1
+    assert failure.case == Case((Step((Request(),), "decode", "decode"),))
+    assert failure.verdict.outcomes == {"values": Outcome.CRASHED}
+
+
+def test_only_the_same_outcome_counts_as_smaller() -> None:
+    class CrashesOrHangs(Crashes):
+        def examine(self, case: Case, checks: Collection[str] | None) -> Verdict:
+            self.asked.append(case)
+            outcome = Outcome.TIMED_OUT if case.page_size == 1 else Outcome.CRASHED
+            return died(case, self.spec.name, outcome, "gone")
+
+    asker = CrashesOrHangs(resolve("torch"))
+    large = Case((Step((Request(5, 2),)),), page_size=4)
+    campaign = Campaign([asker])
+    (tally,) = campaign.tallies.values()
+    tally.add(large, asker.examine(large, None))
+    failure = campaign.shrink("torch", "values")
+    assert failure.case.page_size == 2
+    assert failure.verdict.outcomes == {"values": Outcome.CRASHED}
 
 
 def test_verdicts_from_elsewhere_are_told_in_full() -> None:
