@@ -7,8 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from conformance.benches import devices, needles, throughput
+from conformance.choices import WRONG_USAGE
+from conformance.machine import GPU
 
 BACKENDS = ("torch", "fi", "fi-paged", "fa", "kernel:fi-decode", "kernel:fi-prefill", "kernel:fa-kvcache")
+GPU_BACKENDS = (*BACKENDS, "kernel:fi-prefill-fa3", "kernel:fi-ragged", "kernel:fi-merge", "kernel:fa-varlen")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,20 +20,32 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(_PARTS)}; default: all")
     parser.add_argument("--cases", type=int, default=600, help="cases per backend (default %(default)s)")
     parser.add_argument("--trials", type=int, default=1000, help="needle trials each (default %(default)s)")
+    parser.add_argument(
+        "--library",
+        choices=("fake", "real"),
+        default="fake",
+        help="real: throughput with real libraries and the oracle, both on a GPU (default %(default)s)",
+    )
     options = parser.parse_args(argv)
     unknown = [part for part in options.parts if part not in _PARTS]
     if unknown:
         print(f"conformance: error: no bench {unknown[0]!r}; there are {', '.join(_PARTS)}", file=sys.stderr)
         return 2
-    for part in options.parts or _PARTS:
-        print(f"\n{part}")
-        _PARTS[part](options)
+    default = _PARTS if options.library == "fake" else ("throughput", "oracle")
+    try:
+        for part in options.parts or default:
+            print(f"\n{part}")
+            _PARTS[part](options)
+    except WRONG_USAGE as error:
+        print(f"conformance: error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
 def _throughput(options: argparse.Namespace) -> None:
     """Default mix: up to 8 requests, up to 64 tokens in all (a stated share is longer), 2 layers, two executions."""
-    for result in throughput.measure(BACKENDS, options.cases):
+    names = BACKENDS if options.library == "fake" else GPU_BACKENDS
+    for result in throughput.measure(names, options.cases, library=options.library):
         print(f"  {result}", flush=True)
 
 
@@ -40,7 +55,9 @@ def _needles(options: argparse.Namespace) -> None:
 
 
 def _oracle(options: argparse.Namespace) -> None:
-    del options
+    if options.library == "real":
+        _oracle_on_gpu()
+        return
     from reference.bench import measure
 
     cost = measure()
@@ -48,6 +65,20 @@ def _oracle(options: argparse.Namespace) -> None:
     print(f"  oracle {cost.layer_s:.2f} s, torch float64 SDPA {cost.sdpa_s:.2f} s: {cost.ratio:.2f} times")
     print(f"  (SDPA in batches of 8 requests {cost.sdpa_batched_s:.2f} s)")
     print(f"  8 requests, 64 tokens, 4/2 heads of 64: {cost.prefill_s * 1e6:.0f} us")
+
+
+def _oracle_on_gpu() -> None:
+    import torch
+
+    from reference.bench_device import MATRIX_SIZE, matrix_rate, measure_on
+
+    gpu = GPU()
+    rate = matrix_rate(gpu.device)
+    print(
+        f"  {gpu.name}, torch {torch.__version__}: float64 matrices of {MATRIX_SIZE}: {rate / 1e12:.1f} Tflop/s"
+    )
+    for result in measure_on(gpu.device, rate=rate):
+        print(f"  {result}", flush=True)
 
 
 def _device(options: argparse.Namespace) -> None:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from backends.libraries import LibraryKind
 from cases.model import Case
 from conformance import engine, kernel, question
+from conformance.isolation.session import open_session
 from conformance.question import Question
 from conformance.selection import cases_for
 from conformance.session import Session
@@ -39,62 +41,77 @@ class Throughput:
 PARTS = ("draw", "tensors", "backend", "oracle", "harness")
 
 
-def measure(names: Sequence[str], count: int, seed: int = 0) -> Iterator[Throughput]:
-    """`count` cases on each backend, every per-run check, two executions: CPU time of this process, one thread."""
-    with Session(names) as session:
+Clock = Callable[[], float]
+
+
+def measure(
+    names: Sequence[str], count: int, seed: int = 0, *, library: LibraryKind = "fake"
+) -> Iterator[Throughput]:
+    """`count` cases on each backend, every per-run check, two executions, warm, in this process.
+
+    CPU time of one thread; with real libraries the time that passes, and "backend" is the library's share with the wait
+    for the GPU.
+    """
+    clock = time.process_time if library == "fake" else time.perf_counter
+    session = open_session(names, library=library, isolate=False)
+    assert isinstance(session, Session)  # not isolated
+    with session:
         for asker in session.askers:
-            yield _one(asker, count, seed)
+            yield _one(asker, count, seed, clock)
 
 
-def _one(asker: Asker, count: int, seed: int) -> Throughput:
+def _one(asker: Asker, count: int, seed: int, clock: Clock) -> Throughput:
     strategy = cases_for([asker.spec.capabilities])
     warm = [case for cases in draw(strategy, 50, seed + 1) for case in cases]
     Sweep([asker]).ask_all(warm)
     spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    started = time.process_time()
+    started = clock()
     drawn: list[Case] = [case for cases in draw(strategy, count, seed) for case in cases]
-    spent["draw"] = time.process_time() - started
-    with _timed(spent):
+    spent["draw"] = clock() - started
+    with _timed(spent, clock):
         Sweep([asker]).ask_all(drawn)
-    total = time.process_time() - started
+    total = clock() - started
     shares = {part: spent[part] / total for part in PARTS[:-1]}
     shares["harness"] = 1.0 - sum(shares.values())
     return Throughput(asker.spec.name, len(drawn), total, shares)
 
 
 @contextmanager
-def _timed(spent: dict[str, float]) -> Generator[None]:
-    """Add up the CPU time of the parts while the block runs."""
+def _timed(spent: dict[str, float], clock: Clock) -> Generator[None]:
+    """Add up the time of the parts while the block runs."""
     with ExitStack() as stack:
         replace = [
             (question, "materialise", "tensors"),
             (Question, "answer", "oracle"),
             (Question, "budget", "oracle"),
+            (Question, "lse_budget", "oracle"),
             (engine.EngineRun, "forward", "backend"),
             (engine.EngineRun, "prepare", "backend"),
             (engine.EngineRun, "build", "backend"),
             (kernel.KernelRun, "attend", "backend"),
+            (engine, "bring_back", "backend"),
+            (kernel, "bring_back", "backend"),
         ]
         nested = [0]
         for owner, name, part in replace:
             stack.enter_context(
-                patch.object(owner, name, _counted(getattr(owner, name), part, spent, nested))
+                patch.object(owner, name, _counted(getattr(owner, name), part, spent, nested, clock))
             )
         yield
 
 
 def _counted(
-    function: Callable[..., Any], part: str, spent: dict[str, float], nested: list[int]
+    function: Callable[..., Any], part: str, spent: dict[str, float], nested: list[int], clock: Clock
 ) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
         if nested[0]:
             return function(*args, **kwargs)
         nested[0] = 1
-        started = time.process_time()
+        started = clock()
         try:
             return function(*args, **kwargs)
         finally:
-            spent[part] += time.process_time() - started
+            spent[part] += clock() - started
             nested[0] = 0
 
     return counted
