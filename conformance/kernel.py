@@ -101,10 +101,10 @@ class KernelRun(EngineRun):
         seen: list[list[torch.Tensor]] = [[] for _ in range(parts)]
         for i, r in enumerate(step.requests):
             custom = None if tensors.custom is None else tensors.custom[i]
-            whole = visible(r.qo_len, r.kv_len, case.mask, custom)
+            allowed = visible(r.qo_len, r.kv_len, case.mask, custom)
             owner = torch.as_tensor(np.sort(rng.integers(0, parts, r.kv_len)))
             for part in range(parts):
-                seen[part].append(whole & (owner == part))
+                seen[part].append(allowed & (owner == part))
         base = self.spec.capabilities.lse or "e"
         rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
         for part in range(parts):
@@ -127,10 +127,9 @@ class KernelRun(EngineRun):
         exact = merge_all(
             [AttentionState(out.double(), from_base(lse.double(), base)) for out, lse in rounded]
         )
-        whole_answer = self.question.answer(index, layer).state
-        execution.answers[index, layer] = Answer(
-            exact, exact_tolerance(whole_answer.max_score, whole_answer.max_v)
-        )
+        whole = self.question.answer(index, layer).state
+        exact = exact._replace(max_score=whole.max_score, max_v=whole.max_v)
+        execution.answers[index, layer] = Answer(exact, exact_tolerance(whole.max_score, whole.max_v))
         return rounded
 
 

@@ -100,7 +100,7 @@ class Question:
         t, batch = self.tensors.steps[step], self._batch(self.tensors.steps[step])
         q, k, v = (x[layer].to(device) for x in (t.q, t.k_all, t.v_all))
         state = paged_attention(q, k, v, **batch)
-        budgets = self._budgets_of(state, low_precision(q, k, v, dtype=t.q.dtype, **batch))
+        budgets = self._budgets_of(step, state, low_precision(q, k, v, dtype=t.q.dtype, **batch))
         self._budgets[step, layer] = Budgets(*(_on_host(budget) for budget in budgets))
         state = state._replace(out=state.out.cpu(), lse=state.lse.cpu())
         self._answers[step, layer] = Answer(state, exact_tolerance(state.max_score, state.max_v))
@@ -139,14 +139,14 @@ class Question:
             twin = low_precision(
                 t.q[layer], t.k_all[layer], t.v_all[layer], dtype=t.q.dtype, **self._batch(t)
             )
-            self._budgets[step, layer] = self._budgets_of(state, twin)
+            self._budgets[step, layer] = self._budgets_of(step, state, twin)
         return self._budgets[step, layer]
 
-    def _budgets_of(self, state: AttentionState, twin: AttentionState) -> Budgets:
+    def _budgets_of(self, step: int, state: AttentionState, twin: AttentionState) -> Budgets:
         score, dtype = state.max_score, getattr(torch, self.case.dtype)
         return Budgets(
             error_budget(state, twin, dtype=dtype, max_score=score, max_v=state.max_v),
-            lse_budget(state, twin, max_score=score),
+            lse_budget(state, twin, max_score=score, num_keys=max(self.step(step).step.kv_lens, default=0)),
         )
 
     def step(self, step: int) -> StepTensors:

@@ -156,11 +156,34 @@ def test_lse_budget_counts_the_keys_of_zero_queries(dtype: torch.dtype) -> None:
     problem = problem._replace(q=torch.zeros_like(problem.q))
     oracle = paged_attention(*problem.tensors, **problem.options)
     twin = low_precision(*problem.tensors, **problem.options, dtype=dtype)
-    budget = lse_budget(oracle, twin, max_score=oracle.max_score)
+    budget = lse_budget(oracle, twin, max_score=oracle.max_score, num_keys=8192)
     for count, wrong in ((8192, False), (8191, True), (8193, True)):
         lse = torch.full((1, 1), math.log(count))
         assert exceeds(lse, oracle.lse, budget).failed is wrong
     assert exceeds(torch.full((1, 1), -math.inf), oracle.lse, budget).failed
+
+
+def summed_on_tensor_cores(weights: torch.Tensor) -> float:
+    """Float32 sum of 1-d weights, eight at a time, each partial sum cut to 24 bits instead of rounded."""
+    total = torch.zeros((), dtype=torch.float64)
+    for part in weights.to(torch.float64).split(8):
+        mantissa, exponent = torch.frexp(total + part.sum())
+        total = torch.ldexp((mantissa * 2**24).trunc() / 2**24, exponent)
+    return float(total)
+
+
+def test_lse_budget_allows_a_long_sum_that_is_truncated() -> None:
+    problem = make_problem([1], [131_072], heads=(1, 1), dims=(8, 8), dtype=torch.float16)
+    oracle = paged_attention(*problem.tensors, **problem.options)
+    twin = low_precision(*problem.tensors, **problem.options, dtype=torch.float16)
+    scores = (problem.q[0, 0].float() @ problem.tensors[1][problem.slots][:, 0].float().T) * problem.scale
+    weights = (scores - scores.max()).exp().to(torch.float16)
+    lse = torch.tensor([[math.log(summed_on_tensor_cores(weights)) + float(scores.max())]])
+    short = lse_budget(oracle, twin, max_score=oracle.max_score, num_keys=0)
+    assert exceeds(lse, oracle.lse, short).failed
+    budget = lse_budget(oracle, twin, max_score=oracle.max_score, num_keys=131_072)
+    assert not exceeds(lse, oracle.lse, budget).failed
+    assert exceeds(lse - 3e-3, oracle.lse, budget).failed
 
 
 def test_empty_rows_and_empty_batches_are_exact() -> None:
@@ -170,7 +193,7 @@ def test_empty_rows_and_empty_batches_are_exact() -> None:
         twin = low_precision(*problem.tensors, **problem.options, dtype=torch.float16)
         budget = error_budget(oracle, twin, dtype=torch.float16, max_score=0.0, max_v=0.0)
         assert not exceeds(oracle.out.to(torch.float16), oracle.out, budget).failed
-        budget = lse_budget(oracle, twin, max_score=0.0)
+        budget = lse_budget(oracle, twin, max_score=0.0, num_keys=0)
         assert not exceeds(oracle.lse.to(torch.float32), oracle.lse, budget).failed
         if qo_lens:
             assert exceeds(torch.full_like(oracle.lse, -5e4), oracle.lse, budget).where.all()
