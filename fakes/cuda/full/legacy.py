@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -74,7 +74,26 @@ def _explained(native: Callable[..., Any]) -> Callable[..., Any]:
     return run_backward
 
 
+_NOT_SIMULATED = {
+    "MemPool": "memory pools of its own",
+    "ExternalStream": "streams of other libraries",
+    "cudart": "the CUDA runtime",
+    "memory_snapshot": "the caching allocator's state",
+    "get_sync_debug_mode": "warnings about synchronisations (the harness counts them)",
+    "set_sync_debug_mode": "warnings about synchronisations (the harness counts them)",
+}
+
+
+def _refusing(name: str, what: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotSimulated(f"the full simulated CUDA device does not simulate torch.cuda.{name}: {what}")
+
+    return refuse
+
+
 def install(undo: ExitStack) -> None:
+    for name, what in _NOT_SIMULATED.items():
+        replace(undo, torch.cuda, name, _refusing(name, what))
     for name, dtype in _TYPES.items():
         replace(undo, torch.cuda, name, _legacy(name, dtype))
     replace(undo, torch.UntypedStorage, "__new__", _new_storage)
