@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -122,7 +123,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def library(config: pytest.Config) -> Literal["fake", "real"]:
     """Which kernel libraries answer in this run."""
     given = config.getoption("library")
-    words = re.findall(r"\w+", config.getoption("markexpr", ""))
+    words: list[str] = re.findall(r"\w+", config.getoption("markexpr") or "")
     return given or ("real" if "gpu" in words and not {"cpu", "not"} & {*words} else "fake")
 
 
@@ -198,7 +199,9 @@ def results(config: pytest.Config) -> Results:
         pytest.UsageError: an option that makes no sense, a backend or a library that cannot be had.
     """
     if _RESULTS not in config.stash:
-        config.stash[_RESULTS] = _results(config)
+        capture: Any = config.pluginmanager.getplugin("capturemanager") if library(config) == "real" else None
+        with nullcontext() if capture is None else capture.global_and_fixture_disabled():  # compiling is told
+            config.stash[_RESULTS] = _results(config)
     return config.stash[_RESULTS]
 
 

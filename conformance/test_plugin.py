@@ -69,6 +69,7 @@ class Options:
     def __init__(self, root: Path, **options: object) -> None:
         self.rootpath = root
         self.stash = pytest.Stash()
+        self.pluginmanager = pytest.PytestPluginManager()
         self._options = {
             "backend": ["torch"],
             "library": None,
