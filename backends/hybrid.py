@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from backends.contract import Backend, Batch, Capabilities
+from cases.wanted import Variant
 
 T = TypeVar("T")
 
@@ -73,6 +74,7 @@ def meet(prefill: Capabilities, decode: Capabilities) -> Capabilities:
         lse=prefill.lse if prefill.lse == decode.lse else None,
         empty_lse="sentinel" if "sentinel" in (prefill.empty_lse, decode.empty_lse) else "-inf",
         bit_equal=both("bit_equal"),
+        variants=_common_variants(prefill.variants, decode.variants),
         reads_unowned_slots=prefill.reads_unowned_slots or decode.reads_unowned_slots,
         cuda_graph=decode.cuda_graph,
         host_reads=_larger(prefill.host_read_budget, decode.host_read_budget),
@@ -81,6 +83,12 @@ def meet(prefill: Capabilities, decode: Capabilities) -> Capabilities:
 
 def _larger(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else max(a, b)
+
+
+def _common_variants(a: tuple[Variant, ...], b: tuple[Variant, ...]) -> tuple[Variant, ...]:
+    if not a or not b:
+        return a or b
+    return tuple(variant for variant in a if variant in b) or a + b
 
 
 def _common(a: frozenset[T] | None, b: frozenset[T] | None) -> frozenset[T] | None:

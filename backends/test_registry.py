@@ -17,6 +17,7 @@ from backends.hybrid import HybridBackend, meet
 from backends.registry import BackendError, describe, names, resolve
 from backends.test_support import make_batch, small_engine
 from cases.model import Phase
+from cases.wanted import Variant
 
 ROOT = Path(__file__).parents[1]
 
@@ -87,6 +88,7 @@ def test_meet_keeps_what_both_parts_declare() -> None:
         lse="2",
         empty_lse="sentinel",
         bit_equal=True,
+        variants=(Variant(soft_cap=True),),
         reads_unowned_slots=True,
         cuda_graph=True,
         host_reads=2,
