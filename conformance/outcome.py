@@ -89,4 +89,4 @@ LEADING = ("metadata", "lifecycle")
 
 def ordered(findings: Sequence[Finding]) -> list[Finding]:
     """Findings with the causes first; otherwise as they came."""
-    return sorted(findings, key=lambda f: f.check not in LEADING)
+    return sorted(findings, key=lambda f: f.check not in (*LEADING, "session"))

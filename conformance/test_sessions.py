@@ -13,7 +13,6 @@ import torch
 
 from backends.torch_sdpa import TorchBackend
 from cases.model import Case, Request, Step
-from cases.simplify import simplify
 from conformance.checks import session as check
 from conformance.examine import examine
 from conformance.find import fails, smallest
@@ -158,7 +157,7 @@ def test_some_faults_show_in_sessions_alone() -> None:
     with Session([planted.base]) as opened:
         correct = opened.askers[0]
         asker = Asker(planted.spec(correct.spec), correct.machine, correct.mode)
-        found = smallest(asker, "values", cases_for([asker.spec.capabilities]), seed=1, max_examples=200)
+        found = smallest(asker, "values", cases_for([asker.spec.capabilities]), seed=1, max_examples=100)
     assert found is None
 
 
@@ -177,9 +176,6 @@ def test_planted_faults_show_in_sessions(name: str, full: Asker) -> None:
     """Padding that stores where a finished request stood; a staging buffer that is rewritten before its copy."""
     planted = MUTANTS[name]
     asker = Asker(planted.spec(full.spec), full.machine, full.mode)
-    drawn = next(iter(draw(sessions_for([asker.spec.capabilities]), 60, 0)))
-    found = next(case for case in drawn if fails(case, asker, planted.check))
-    found = simplify(found, lambda case: fails(case, asker, planted.check))
-    assert len(found.steps) <= 3
-    assert sum(len(step.requests) for step in found.steps) <= 4
-    assert max(r.kv_len for step in found.steps for r in step.requests) <= 2
+    leaves = session(step(Request(), Request(uid=1)), step(Request(1), finished=(1,)))
+    assert fails(leaves, asker, planted.check)
+    assert not fails(leaves, full, planted.check)
