@@ -90,14 +90,6 @@ class Aliases {
       }
     }
     if (is_new != nullptr) *is_new = true;
-    auto* impl = storage_of(result);
-    if (result.use_count() == 1 && result.storage().use_count() == 1 && impl->resizable()) {
-      // Nobody else has seen it: its storage changes sides as it is.
-      impl->mutable_data_ptr();
-      impl->_mutable_data_ptr_no_checks().unsafe_set_device(kDevice);
-      impl->set_allocator(device_allocator());
-      return tensor_over(result, result.storage(), c10::DispatchKey::CUDA);
-    }
     return device_alias(result);
   }
 

@@ -132,15 +132,42 @@ inline void register_kernels(torch::Library& aten) {
   aten.impl("record_stream", &record_stream);
 }
 
-// Kinds of CUDA tensors that are not strided memory. torch makes some of them without a kernel of ours.
-constexpr c10::DispatchKey kOtherKinds[] = {
-    c10::DispatchKey::SparseCUDA, c10::DispatchKey::SparseCsrCUDA, c10::DispatchKey::QuantizedCUDA,
-    c10::DispatchKey::NestedTensorCUDA};
+// Operators with a CPU kernel that torch would rather compose of others for a device without a kernel of its own: that
+// rounds otherwise (native_layer_norm), or does the work of checking twice (structured operators: `add` allocates, and
+// calls `add.out`). There are 400; each costs 0.2 ms to install, so the ones that engines call often get the fallback.
+inline void register_composed(torch::Library& aten) {
+  for (const char* name :
+       {"native_layer_norm", "native_group_norm", "add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor", "mul.Tensor",
+        "mul_.Tensor", "div.Tensor", "div_.Tensor", "div.Tensor_mode", "remainder.Scalar", "eq.Scalar", "eq.Tensor",
+        "ne.Scalar", "ne.Tensor", "lt.Scalar", "lt.Tensor", "le.Scalar", "le.Tensor", "gt.Scalar", "gt.Tensor",
+        "ge.Scalar", "ge.Tensor", "bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_not", "maximum", "minimum", "clamp",
+        "neg", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh", "sigmoid", "silu",
+        "pow.Tensor_Scalar", "sum.dim_IntList", "mean.dim", "amax", "amin", "argmax", "all", "any", "cumsum", "cat",
+        "index.Tensor", "index_copy_", "index_add_", "gather", "scatter_.src", "scatter_.value", "topk", "sort.stable",
+        "tril", "triu", "mm", "bmm", "addmm", "baddbmm", "_softmax", "_log_softmax"}) {
+    aten.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
+// Kinds of CUDA tensors that are not strided memory are refused where they are made. What slips through has no kernels.
+struct MakesKind {
+  c10::DispatchKey kind;
+  const char* name;
+};
+constexpr MakesKind kMakesKinds[] = {
+    {c10::DispatchKey::SparseCUDA, "_sparse_coo_tensor_with_dims_and_tensors"},
+    {c10::DispatchKey::SparseCUDA, "_sparse_coo_tensor_with_dims"},
+    {c10::DispatchKey::SparseCUDA, "empty.memory_format"},
+    {c10::DispatchKey::SparseCsrCUDA, "empty.memory_format"},
+    {c10::DispatchKey::QuantizedCUDA, "empty_quantized"},
+    {c10::DispatchKey::QuantizedCUDA, "empty.memory_format"},
+    {c10::DispatchKey::QuantizedCUDA, "_empty_affine_quantized"},
+};
 
 inline void refuse_kind(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
   not_simulated(
       "the simulated CUDA device holds plain strided tensors only: " + toString(op.operator_name()) +
-      " was called with a sparse, quantized or nested one");
+      " is to make a sparse or quantized one");
 }
 
 }  // namespace sim

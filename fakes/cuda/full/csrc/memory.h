@@ -16,18 +16,21 @@ namespace sim {
 
 constexpr size_t kDeviceAlignment = 512;  // bytes; what CUDA's caching allocator gives
 
+// Every block is born with the host storage that operators compute on: an alias of it costs no allocation then.
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
-    if (size == 0) return {nullptr, nullptr, &free, kDevice};
-    void* memory = std::aligned_alloc(kDeviceAlignment, (size + kDeviceAlignment - 1) / kDeviceAlignment * kDeviceAlignment);
+    if (size == 0) return {nullptr, nullptr, &std::free, kDevice};
+    const size_t rounded = (size + kDeviceAlignment - 1) / kDeviceAlignment * kDeviceAlignment;
+    void* memory = std::aligned_alloc(kDeviceAlignment, rounded);
     TORCH_CHECK_WITH(
         OutOfMemoryError, memory != nullptr, "CUDA out of memory. Tried to allocate ", size,
         " bytes (on the host, which the simulated device lives on)");
-    return {memory, memory, &free, kDevice};
+    c10::DataPtr own(memory, memory, &std::free, kHost);
+    auto* host = new c10::Storage(
+        c10::Storage::use_byte_size_t(), size, std::move(own), c10::GetCPUAllocator(), /*resizable=*/true);
+    return {memory, host, &drop_owner, kDevice};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &free; }
   void copy_data(void* to, const void* from, size_t size) const override { std::memcpy(to, from, size); }
-  static void free(void* memory) { std::free(memory); }
 };
 
 inline c10::Allocator* device_allocator() {

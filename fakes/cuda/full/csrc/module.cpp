@@ -52,11 +52,12 @@ void install() {
     auto aten = std::make_unique<torch::Library>(
         torch::Library::IMPL, "aten", std::make_optional(c10::DispatchKey::CUDA), __FILE__, __LINE__);
     register_kernels(*aten);
+    register_composed(*aten);
     g_registered.push_back(std::move(aten));
-    for (const c10::DispatchKey kind : kOtherKinds) {
+    for (const MakesKind& makes : kMakesKinds) {
       auto refused = std::make_unique<torch::Library>(
-          torch::Library::IMPL, "_", std::make_optional(kind), __FILE__, __LINE__);
-      refused->fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_kind>());
+          torch::Library::IMPL, "aten", std::make_optional(makes.kind), __FILE__, __LINE__);
+      refused->impl(makes.name, torch::CppFunction::makeFromBoxedFunction<&refuse_kind>());
       g_registered.push_back(std::move(refused));
     }
   } catch (...) {
