@@ -11,6 +11,10 @@ class WouldCrash(RuntimeError):  # noqa: N818 - the same
     """The library's process would die of a signal, which the message names."""
 
 
+class WouldHang(WouldCrash):
+    """A kernel would run for minutes, and whoever waits for it would give up."""
+
+
 FAR = 4 << 30
 """Bytes from a tensor to where no memory is taken to be: a read 8 GB away crashed when it was measured, reads within
 2 MB found other tensors. What lies between depends on what else the process holds."""

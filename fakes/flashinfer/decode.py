@@ -14,6 +14,7 @@ from fakes.flashinfer.fast_plan import fast_decode_plan
 from fakes.flashinfer.plans import (
     Plan,
     check_compiled,
+    check_group,
     longest,
     make_decode,
     make_prefill,
@@ -349,6 +350,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             launch = paged_run.launch_of(self, plan, call, k, q_scale, k_scale, v_scale, causal=False)
             if plan.kernel == "cuda_core":
                 self._check_cuda_core()
+                check_group(q.shape[1], k.shape[heads])
         paged_run.paged_kernel(
             launch,
             q,

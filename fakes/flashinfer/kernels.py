@@ -12,9 +12,11 @@ import torch
 
 from fakes import attend as numbers
 from fakes import releases
-from fakes.flashinfer import staging
+from fakes.flashinfer import cutting, staging
 from fakes.flashinfer.plans import Plan
-from fakes.recorder import Attended, Call, Span, reads_foreign
+from fakes.flashinfer.spans import FA3_KEYS
+from fakes.modes import illegal_access
+from fakes.recorder import Attended, Call, Span
 
 SENTINEL = -5.0e4
 """Log2-sum-exp of a row without keys before 0.7.2: the masked score, which is finite there."""
@@ -22,7 +24,6 @@ SENTINEL = -5.0e4
 LN2 = math.log(2.0)
 
 _TILE_Q = {64: 192}
-_TILE_KV_PAGED = {64: 96, 128: 96, 256: 32}
 
 
 @dataclass(slots=True)
@@ -51,6 +52,11 @@ class Launch:
     """Rows that no tile computes hold zeros, not what was there."""
     custom: Any = None
 
+    @property
+    def first_window(self) -> int:
+        """Keys before a tile's first row at which the kernel begins, -1: all."""
+        return max(self.window_left, self.tile_window)
+
 
 def execute(
     launch: Launch,
@@ -68,8 +74,11 @@ def execute(
     rows = out.shape[0]
     if custom is not None and launch.window_left >= 0:
         custom = [
-            mask & windowed(len(mask), mask.shape[1], launch.window_left, causal=False) for mask in custom
+            mask & cutting.windowed(len(mask), mask.shape[1], launch.window_left, causal=False)
+            for mask in custom
         ]
+    if not q.shape[0] and any(span.q_end > span.q_start for span in spans):
+        raise illegal_access("q has no rows, so its address is null")
     missing = max((span.q_end for span in spans), default=0) - q.shape[0]
     if missing > 0:  # rows past the end of q: their results lie outside of `out`, too
         q = torch.cat((q, q.new_zeros(missing, *q.shape[1:])))
@@ -80,7 +89,7 @@ def execute(
             v,
             launch.layout,
             launch.page_size,
-            tuple(spans),
+            _within(spans, k, launch.layout),
             launch.causal and custom is None,
             launch.window_left,
             -1,
@@ -90,11 +99,20 @@ def execute(
             launch.k_scale,
             launch.v_scale,
         )
-    seen = custom
-    if launch.tile_window >= 0 or launch.blind:
-        seen = _tile_masks(launch, spans, q.shape[1] // _kv_heads(k, launch.layout), custom)
-    elif _ends_early(launch):
-        seen = _reached(launch, spans, q.shape[1] // _kv_heads(k, launch.layout), custom)
+    if launch.layout != "ragged":
+        k, v = _with_stand_in(launch, spans, k, v)
+    group = q.shape[1] // _kv_heads(k, launch.layout)
+    seen = cutting.masks(
+        plan,
+        spans,
+        custom,
+        page_size=launch.page_size,
+        group=group,
+        causal=launch.causal,
+        window_left=launch.window_left,
+        tile_window=launch.tile_window,
+        blind=launch.blind,
+    )
     exact, exact_lse = numbers.attend(
         q,
         k,
@@ -111,8 +129,8 @@ def execute(
     )
     exact_lse /= LN2
     _end_empty_rows(launch, spans, seen, v, exact, exact_lse)
-    _drop_uncut(launch, spans, exact, exact_lse, _kv_heads(k, launch.layout))
-    exact, exact_lse = _placed(plan, spans, exact, exact_lse)
+    cutting.drop_uncut(plan, spans, exact, exact_lse, group, 0.0 if launch.zeroed else np.nan)
+    exact, exact_lse = cutting.placed(plan, spans, exact, exact_lse, rows, group)
     if missing > 0:
         exact, exact_lse = exact[:rows].copy(), exact_lse[:rows].copy()
     idle: np.ndarray | None = None
@@ -130,6 +148,47 @@ def _kv_heads(k: torch.Tensor, layout: str) -> int:
     return k.shape[2] if layout == "NHD" else k.shape[1]
 
 
+def _pool_slots(k: torch.Tensor, layout: str) -> int:
+    return k.shape[0] * k.shape[1 if layout == "NHD" else 2]
+
+
+def _behind(spans: Sequence[Span], k: torch.Tensor, layout: str) -> bool:
+    """Whether keys behind the last page id are read: `spans.paged` gives them the first slot behind the pool."""
+    total = _pool_slots(k, layout)
+    return any(len(span.slots) and span.slots[-1] == total for span in spans)
+
+
+def _within(spans: Sequence[Span], k: torch.Tensor, layout: str) -> tuple[Span, ...]:
+    """Spans whose keys behind the last page id are the pool's first slot, which is about what is read for them."""
+    if layout == "ragged" or not _behind(spans, k, layout):
+        return tuple(spans)
+    total = _pool_slots(k, layout)
+    return tuple(
+        Span(span.q_start, span.q_end, np.where(span.slots == total, 0, span.slots)) for span in spans
+    )
+
+
+def _with_stand_in(
+    launch: Launch, spans: Sequence[Span], k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool with one page more, for keys behind the last page id: every load of them starts at the pool's address.
+
+    CUDA cores load a row of the first KV head there. Each thread of fa2 loads the first 16 bytes of its block of eight
+    such loads, so eight loads repeat.
+    """
+    if not _behind(spans, k, launch.layout):
+        return k, v
+    pools: list[torch.Tensor] = []
+    for pool in (k, v):
+        row = pool[0, 0, 0]
+        if launch.plan.kernel == "fa2":
+            load = 16 // pool.element_size()
+            blocks = row.reshape(-1, min(8 * load, len(row)))
+            row = blocks[:, :load].repeat(1, blocks.shape[1] // load).reshape(-1)
+        pools.append(torch.cat((pool, row.expand(1, *pool.shape[1:]))))
+    return pools[0], pools[1]
+
+
 def _end_empty_rows(
     launch: Launch,
     spans: Sequence[Span],
@@ -145,11 +204,22 @@ def _end_empty_rows(
         return
     lonely = np.isneginf(lse[:, 0])
     lse[np.isneginf(lse)] = SENTINEL
+    if launch.plan.kernel == "cuda_core" and launch.window_left >= 0:
+        schedule = launch.plan.schedule()
+        for span, chunks in zip(spans, schedule.chunks, strict=False):
+            length = min(len(span.slots), chunks * (schedule.chunk_tokens or len(span.slots)))
+            if length and lonely[span.q_start]:
+                weight = cutting.blinded_decode(launch.plan, length)
+                values = numbers.gather(v, span.slots[:length], launch.layout)
+                mean = values.sum(axis=0) * launch.v_scale / weight
+                out[span.q_start] = np.repeat(mean, out.shape[1] // mean.shape[0], axis=0)
+                lse[span.q_start] = SENTINEL + math.log2(weight)
+        return
     if launch.plan.kernel != "fa3" or not (launch.causal or launch.blind):
         return
     dim = v.shape[-1]
     tile_q = _TILE_Q.get(dim, 128)
-    tile_kv = _TILE_KV_PAGED.get(dim, 96)
+    tile_kv = FA3_KEYS.get(dim, 96)
     if launch.layout == "ragged":
         tile_kv = 128 if dim in (64, 128) else 64
     cap = launch.soft_cap if launch.soft_cap > 0 else launch.scale * launch.q_scale
@@ -175,129 +245,3 @@ def _end_empty_rows(
             mean = values[min(columns, len(slots)) - 1] / columns
             out[at] = np.repeat(mean, out.shape[1] // mean.shape[0], axis=0)
             lse[at] = SENTINEL * cap / LN2 + math.log2(columns)
-
-
-def windowed(count: int, length: int, window_left: int, *, causal: bool) -> np.ndarray:
-    """What `count` rows see of `length` keys, bool `[count, length]`; `window_left` -1: no window."""
-    own = np.arange(count)[:, None] + length - count
-    key = np.arange(length)[None, :]
-    seen = key <= own if causal else np.ones((count, length), dtype=np.bool_)
-    return seen & (key >= own - window_left) if window_left >= 0 else seen
-
-
-def _tile_masks(
-    launch: Launch, spans: Sequence[Span], group: int, custom: Sequence[np.ndarray] | None
-) -> list[np.ndarray]:
-    """What is seen where a window only moves the first key of a tile, or hides everything."""
-    masks = []
-    for i, span in enumerate(spans):
-        count, length = span.q_end - span.q_start, len(span.slots)
-        seen = windowed(count, length, -1, causal=launch.causal) if custom is None else custom[i]
-        key = np.arange(length)[None, :]
-        if launch.blind:
-            seen = seen & (key > np.arange(count)[:, None] + length - count)
-        else:
-            first = _tile_starts(launch, count, group) + length - count - launch.tile_window
-            seen = seen & (key >= first[:, None])
-        masks.append(seen)
-    return masks
-
-
-def _tile_starts(launch: Launch, count: int, group: int) -> np.ndarray:
-    """For each row of a request the first row of its tile."""
-    tile = launch.plan.schedule().tile_rows
-    return np.arange(count) * group // tile * tile // group
-
-
-def _ends_early(launch: Launch) -> bool:
-    """Whether a windowed plan's chunks, which begin at a tile's first visible key, may end before the last one."""
-    plan = launch.plan
-    return plan.kernel == "fa2" and launch.window_left >= 0 and _cut_otherwise(plan, launch.page_size)
-
-
-def _reached(
-    launch: Launch, spans: Sequence[Span], group: int, custom: Sequence[np.ndarray] | None
-) -> list[np.ndarray] | None:
-    """What rows see of the keys that their tile's chunks reach; `custom` where that is all of them."""
-    schedule = launch.plan.schedule()
-    chunk = schedule.chunk_tokens
-    pairs = list(zip(spans, schedule.chunks, strict=False))
-    if chunk is None or all(
-        max(len(s.slots) - (s.q_end - s.q_start) - launch.window_left, 0) + chunks * chunk >= len(s.slots)
-        for s, chunks in pairs
-    ):
-        return None if custom is None else list(custom)
-    masks = []
-    for i, (span, chunks) in enumerate(pairs):
-        count, length = span.q_end - span.q_start, len(span.slots)
-        first = _tile_starts(launch, count, group) + length - count - launch.window_left
-        reach = np.maximum(first, 0) + chunks * chunk
-        plain = windowed(count, length, launch.window_left, causal=launch.causal)
-        seen = plain if custom is None else custom[i]
-        masks.append(seen & (np.arange(length)[None, :] < reach[:, None]))
-    return masks
-
-
-def _drop_uncut(
-    launch: Launch, spans: Sequence[Span], out: np.ndarray, lse: np.ndarray, num_kv_heads: int
-) -> None:
-    """Heads and packed rows that the plan made no tile for are not computed; split ones are merged all the same."""
-    plan = launch.plan
-    blank = 0.0 if launch.zeroed else np.nan
-    num_qo_heads = out.shape[1]
-    if plan.kernel == "fa3":
-        if num_qo_heads > plan.num_qo_heads:
-            out[:, plan.num_qo_heads :] = blank
-            lse[:, plan.num_qo_heads :] = np.nan
-        return
-    group = num_qo_heads // num_kv_heads
-    if plan.kernel == "cuda_core" or (not plan.graph and group <= plan.num_qo_heads // plan.num_kv_heads):
-        return
-    schedule = plan.schedule()
-    for tiles, span in zip(schedule.tiles, spans, strict=False):
-        count = span.q_end - span.q_start
-        cut = tiles * schedule.tile_rows
-        if cut >= count * group:
-            continue
-        if plan.scratch:
-            reads_foreign("rows that no tile computed are merged from what the float workspace holds")
-        packed = np.arange(count)[:, None] * group + np.arange(num_qo_heads)[None, :] % group
-        rows = slice(span.q_start, span.q_end)
-        out[rows][packed >= cut] = blank
-        lse[rows][packed >= cut] = np.nan
-
-
-def _placed(
-    plan: Plan, spans: Sequence[Span], out: np.ndarray, lse: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """fa2 writes a request's rows where the plan's own running count of rows puts them."""
-    if plan.kernel != "fa2":
-        return out, lse
-    starts = [a - plan.qo[0] for a in plan.qo]
-    if all(span.q_start == start for span, start in zip(spans, starts, strict=False)):
-        return out, lse
-    moved, moved_lse = np.full_like(out, np.nan), np.full_like(lse, np.nan)
-    for span, start in zip(spans, starts, strict=False):
-        count = min(span.q_end - span.q_start, len(out) - start)
-        if count > 0:
-            moved[start : start + count] = out[span.q_start : span.q_start + count]
-            moved_lse[start : start + count] = lse[span.q_start : span.q_start + count]
-    return moved, moved_lse
-
-
-def chunk_limits(plan: Plan, page_size: int) -> list[int] | None:
-    """Tokens of each request that the plan's chunks reach; None where they reach all of them for certain.
-
-    A windowed tensor-core plan's chunks begin at each tile's first visible key: `execute` cuts those.
-    """
-    if not _cut_otherwise(plan, page_size) or (plan.windowed and plan.kernel == "fa2"):
-        return None
-    schedule = plan.schedule()
-    if schedule.chunk_tokens is None:
-        return None
-    return [n * schedule.chunk_tokens for n in schedule.chunks]
-
-
-def _cut_otherwise(plan: Plan, page_size: int) -> bool:
-    """Whether KV was split for other lengths or pages than the run may have."""
-    return plan.kernel != "fa3" and (plan.graph or page_size != plan.page_size) and plan.may_split()

@@ -175,7 +175,7 @@ def _thread_rows(v: torch.Tensor) -> int:
 def _list_kernel(v: torch.Tensor, s: torch.Tensor, merged: torch.Tensor, lse: torch.Tensor) -> None:
     states, logs = _exact(v), _exact(s)
     count = logs.shape[1]
-    if count == 1:
+    if count == 1 < len(logs):  # of a single row, one state goes through the kernel for many
         result, total = np.array(states[:, 0]), np.array(logs[:, 0])
     elif releases.at_least(LIBRARY, "0.7.2"):
         top = logs.max(axis=1, initial=-np.inf)

@@ -11,7 +11,7 @@ import torch
 from fakes import cuda, recorder
 from fakes.flashinfer import rules, spans
 from fakes.flashinfer.arrays import words
-from fakes.flashinfer.kernels import Launch, chunk_limits, execute
+from fakes.flashinfer.kernels import Launch, execute
 from fakes.flashinfer.masks import unpacked
 from fakes.flashinfer.plans import Plan
 from fakes.flashinfer.wrapper import Wrapper, cache_record, plan_in, report_overwritten
@@ -157,7 +157,7 @@ def paged_kernel(
         num_pages=k.shape[0],
         num_rows=q.shape[0],
         slot_bytes=k.stride(2 if launch.layout == "HND" else 1) * k.element_size(),
-        limits=chunk_limits(plan, launch.page_size),
+        window=launch.first_window,
     )
     custom: list[np.ndarray] | None = None
     if mask is not None and mask_indptr is not None:

@@ -232,6 +232,11 @@ def make_decode(plan: Plan, workspace: torch.Tensor) -> None:
     check_group(plan.num_qo_heads, plan.num_kv_heads)
     if min((b - a for a, b in itertools.pairwise(plan.kv)), default=0) >= 0:
         _take_scratch(plan, workspace)
+    else:
+        recorder.reads_foreign(
+            "kv_indptr falls: a request with less than no pages gets no block, and one block more than there is work "
+            "for runs by what the pinned buffer held"
+        )
 
 
 def _take_scratch(plan: Plan, workspace: torch.Tensor) -> None:

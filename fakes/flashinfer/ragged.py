@@ -12,7 +12,7 @@ import torch
 from fakes import cuda, releases
 from fakes.flashinfer import masks, paged_run, rules, spans
 from fakes.flashinfer.arrays import upload, words
-from fakes.flashinfer.kernels import Launch, chunk_limits, execute
+from fakes.flashinfer.kernels import Launch, execute
 from fakes.flashinfer.plans import Plan, check_compiled, make_prefill, read_host
 from fakes.flashinfer.staging import read_back
 from fakes.flashinfer.wrapper import (
@@ -31,6 +31,7 @@ from fakes.flashinfer.wrapper import (
     report_overwritten,
     resolve_backend,
 )
+from fakes.modes import illegal_access
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
@@ -461,9 +462,11 @@ def _ragged_kernel(
     k, v = cuda.host(k), cuda.host(v)
     if not tokens_first:
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-    read = spans.ragged(plan, qo_indptr, kv_indptr, k.shape[0], chunk_limits(plan, 1))
+    read = spans.ragged(plan, qo_indptr, kv_indptr, k.shape[0], launch.first_window)
     missing = max((int(span.slots[-1]) + 1 for span in read if len(span.slots)), default=0) - k.shape[0]
     if missing > 0:  # fa3 alone
+        if not k.shape[0]:
+            raise illegal_access("k has no rows, so its address is null")
         k, v = (torch.cat((t, t.new_zeros(missing, *t.shape[1:]))) for t in (k, v))
     custom = None
     if mask is not None and mask_indptr is not None:

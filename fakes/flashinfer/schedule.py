@@ -13,8 +13,15 @@ from dataclasses import dataclass
 NUM_SM = 132
 """Multiprocessors of the device that the fake stands for, an H200."""
 
-DECODE_BLOCKS_PER_SM = 8
-"""Resident blocks of the CUDA-core decode kernel. The compiler decides; 8 is assumed."""
+RESIDENT_BLOCKS = {64: {1: 6, 2: 9, 3: 8, 4: 8, 8: 8}, 128: {1: 6, 2: 9, 3: 9, 4: 8, 8: 9}}
+"""Blocks of the CUDA-core decode kernel on one multiprocessor, by head dim and group size, for 16-bit numbers.
+
+By the registers and shared memory of 0.6.6's kernels as CUDA 13.0 compiled them for sm_90a (64: with a window); for
+128 and groups of 1 and 3 also measured on an H200, as sizes of batch_decode_tmp_v.
+"""
+
+ASSUMED_BLOCKS = 8
+"""The same for other kernels: the compiler decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ def plan_decode(
 ) -> Schedule:
     """The planner of CUDA-core decode: one row per request."""
     batch = len(pages)
-    limit = DECODE_BLOCKS_PER_SM * NUM_SM
+    limit = RESIDENT_BLOCKS.get(head_dim, {}).get(num_qo_heads // num_kv_heads, ASSUMED_BLOCKS) * NUM_SM
     chunk, split = max(1, *pages, 1), False
     if batch * num_kv_heads < limit:
         chunk = _smallest(
@@ -135,6 +142,13 @@ def plan_decode(
     rows = num_qo_heads * padded
     scratch = (("batch_decode_tmp_v", rows * head_dim * 4), ("batch_decode_tmp_s", rows * 4)) if split else ()
     return Schedule(1, [1] * batch, chunks, chunk * page_size if split else None, scratch)
+
+
+def decode_step(head_dim: int, group: int) -> int:
+    """Keys that a block of the CUDA-core decode kernel takes at once, of 16-bit numbers."""
+    threads = head_dim // max(8, head_dim // 32)  # that share a row of K
+    at_once = max(128, threads * group) // (threads * group) * group
+    return at_once * 4 if group == 1 else at_once
 
 
 def _smallest(low: int, high: int, fits: Callable[[int], bool]) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 
+from fakes.flashinfer import cutting
 from fakes.flashinfer.arrays import first, words
 from fakes.flashinfer.plans import Plan
 from fakes.modes import UndefinedRead
@@ -14,6 +15,9 @@ from fakes.modes import outside as outside_of
 from fakes.recorder import Span, reads_foreign
 
 _NOTHING = np.empty(0, dtype=np.int64)
+
+FA3_KEYS = {64: 96, 128: 96, 256: 32}
+"""Keys in a tile of paged fa3, by head dim."""
 
 
 def paged(
@@ -27,18 +31,19 @@ def paged(
     num_pages: int,
     num_rows: int,
     slot_bytes: int,
-    limits: Sequence[int] | None = None,
+    window: int = -1,
 ) -> tuple[Span, ...]:
     """Spans of a paged call. `qo_indptr` None: one row per request (CUDA-core decode).
 
     A request has (pages - 1) * page_size + last tokens, or none without pages. fa3 takes lengths and offsets
-    from the
-    plan instead. Token t of request i lies in page `indices[kv_indptr[i] + t // page_size]`; past the last
-    entry of kv_indptr, fa2 and CUDA cores read the first slot of the pool, fa3 goes on reading `indices`.
-    `slot_bytes`: from slot to slot of the pool. `limits`: tokens per request that the plan's chunks reach.
+    from the plan instead. Token t of request i lies in page `indices[kv_indptr[i] + t // page_size]`; past the last
+    entry of kv_indptr, fa2 and CUDA cores load from the pool's address (here the first slot behind the pool), fa3
+    goes on reading `indices`. A request without rows reads nothing.
+    `slot_bytes`: from slot to slot of the pool. `window`: keys before a tile's first row at which kernels begin.
 
     Raises:
         UndefinedRead: an entry past the end of `indices`, or a page outside of the pool.
+        WouldHang: chunks were planned behind the last key.
         RuntimeError: a page too far away to find any memory, as CUDA words it.
     """
     kv, pages, last = words(kv_indptr), words(indices), words(last_page_len)
@@ -51,6 +56,7 @@ def paged(
         page_size,
         num_pages,
         num_rows,
+        window,
     )
     if plan.read is not None and plan.read[0] == key:
         return plan.read[1]
@@ -79,31 +85,35 @@ def paged(
         slots = pages.astype(np.int64)
     else:
         slots = (pages.astype(np.int64)[:, None] * page_size + np.arange(page_size)).reshape(-1)
+    counts = [b - a for a, b in pairwise(rows)]
+    limits = cutting.reach(plan, page_size, counts, lens, window)
+    total = num_pages * page_size
+    strange = slots.size and (int(slots.min()) < 0 or int(slots.max()) >= total)
     spans: list[Span] = []
-    read_to = 0
     for i in range(batch):
         begin, length = starts[i] * page_size, lens[i]
         if limits is not None:
             length = min(length, limits[i])
-        if length < 0 or begin < 0 or rows[i + 1] < rows[i]:
-            spans.append(
-                Span(rows[i], rows[i], _NOTHING)
-            )  # wraps to a huge unsigned length: no result means anything
+        if length < 0 or begin < 0 or counts[i] < 0:
+            _wraps(plan, i)
+            spans.append(Span(rows[i], rows[i], _NOTHING))
             continue
         stop = begin + length
         own = stop if end is None else min(stop, end)
         if own > slots.size and length:
+            if not counts[i]:
+                spans.append(Span(rows[i], rows[i], _NOTHING))
+                continue
             raise UndefinedRead(
                 f"paged_kv_indices[{pages.size}] is read for request {i}, but the array has {pages.size} "
                 "entries"
             )
-        read_to = max(read_to, own)
+        span = slots[begin:own]
+        if strange:
+            span = _in_pool(plan, i, span, counts[i], lens[i], window, (page_size, num_pages, slot_bytes))
         if stop > own:
-            span = np.concatenate((slots[begin:own], np.zeros(stop - max(begin, own), np.int64)))
-        else:
-            span = slots[begin:stop]
+            span = np.concatenate((span, np.full(stop - max(begin, own), total)))
         spans.append(Span(rows[i], rows[i + 1], span if length else _NOTHING))
-    _check_pool(spans, slots, read_to, page_size, num_pages, slot_bytes)
     result = tuple(spans)
     plan.read = (key, result)
     return result
@@ -114,7 +124,7 @@ def ragged(
     qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor,
     num_tokens: int,
-    limits: Sequence[int] | None = None,
+    window: int = -1,
 ) -> tuple[Span, ...]:
     """Spans of a ragged call: request i's keys are rows kv_indptr[i] .. kv_indptr[i + 1] of k and v.
 
@@ -131,34 +141,57 @@ def ragged(
         rows = first(words(qo_indptr), batch + 1, "qo_indptr")
         starts = first(words(kv_indptr), batch + 1, "kv_indptr")
         stops = starts[1:]
+    counts = [b - a for a, b in pairwise(rows)]
+    limits = cutting.reach(plan, 1, counts, [b - a for a, b in zip(starts, stops, strict=False)], window)
     spans: list[Span] = []
     for i in range(batch):
         begin, stop = starts[i], stops[i]
         if limits is not None:
             stop = min(stop, begin + limits[i])
-        if stop < begin or rows[i + 1] < rows[i]:
+        if stop < begin or counts[i] < 0:
+            _wraps(plan, i)
             spans.append(Span(rows[i], rows[i], _NOTHING))
             continue
         if stop > begin and (stop > num_tokens or begin < 0) and plan.kernel != "fa3":
+            if not counts[i]:
+                spans.append(Span(rows[i], rows[i], _NOTHING))
+                continue
             raise UndefinedRead(f"request {i} reads rows {begin} to {stop - 1} of k, which has {num_tokens}")
         spans.append(Span(rows[i], rows[i + 1], np.arange(begin, stop)))
     return tuple(spans)
 
 
-def _check_pool(
-    spans: Sequence[Span],
-    slots: np.ndarray,
-    read_to: int,
-    page_size: int,
-    num_pages: int,
-    slot_bytes: int,
-) -> None:
-    read = slots[:read_to]
-    if not read.size or (int(read.min()) >= 0 and int(read.max()) < num_pages * page_size):
-        return
-    far = max(-int(read.min()), int(read.max()) - num_pages * page_size) * slot_bytes
-    for i, span in enumerate(spans):
-        outside = (span.slots < 0) | (span.slots >= num_pages * page_size)
-        if outside.any():
-            page = int(span.slots[int(outside.argmax())]) // page_size
-            raise outside_of(far, f"request {i} reads page {page} of a pool of {num_pages} pages")
+def _wraps(plan: Plan, i: int) -> None:
+    """A request with less than no rows or keys, of which the planner saw others: as unsigned numbers they are huge."""
+    if plan.kernel == "cuda_core" or plan.qo[i + 1] > plan.qo[i]:
+        reads_foreign(f"request {i} has less than no rows or keys on the device: its lengths wrap")
+
+
+def _in_pool(
+    plan: Plan, i: int, slots: np.ndarray, count: int, length: int, window: int, pool: tuple[int, int, int]
+) -> np.ndarray:
+    """The slots of request i; those that its kernel does not load may lie elsewhere, and become 0.
+
+    `count`: its rows. `pool`: page size, pages, bytes from slot to slot.
+
+    Raises:
+        UndefinedRead, RuntimeError: what it loads lies elsewhere.
+    """
+    page_size, num_pages, slot_bytes = pool
+    outside = (slots < 0) | (slots >= page_size * num_pages)
+    if not outside.any():
+        return slots
+    first = 0  # key that is loaded
+    if window >= 0 and plan.kernel == "fa2":
+        first = max(length - count - window, 0)
+    elif window >= 0 and plan.kernel == "fa3":
+        keys = FA3_KEYS.get(plan.head_dim, 96)
+        first = max((length - count - window) // keys - 1, 0) * keys
+    loaded = slots[first:] if count else _NOTHING
+    strange = loaded[(loaded < 0) | (loaded >= page_size * num_pages)]
+    if strange.size:
+        far = max(-int(strange.min()), int(strange.max()) - num_pages * page_size) * slot_bytes
+        raise outside_of(
+            far, f"request {i} reads page {int(strange[0]) // page_size} of a pool of {num_pages} pages"
+        )
+    return np.where(outside, 0, slots)

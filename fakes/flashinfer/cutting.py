@@ -1,0 +1,209 @@
+"""What of a run the tiles and chunks of its plan compute, where they were made for something else.
+
+Planners cut rows into tiles and keys into chunks by the lengths, heads, pages and window that they are told; kernels
+count the chunks once more, by what lies on the device. Where both agree, all is computed and nothing here matters.
+Source: `prefill.cuh`, `decode.cuh` and `scheduler.cuh` of flashinfer-python 0.6.6; the same in 0.7.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from fakes.flashinfer.plans import Plan
+from fakes.flashinfer.schedule import decode_step
+from fakes.modes import WouldHang
+from fakes.recorder import Span, reads_foreign
+
+
+def otherwise(plan: Plan, page_size: int, lens: Sequence[int], window: int) -> bool:
+    """Whether KV was split for other lengths, pages or another window than a run has.
+
+    `lens`: keys of each request. `window`: keys before the tile's first row at which the kernel begins, -1: all.
+    """
+    if plan.kernel == "fa3" or not plan.may_split():
+        return False
+    pages = [b - a for a, b in pairwise(plan.kv)]
+    if min(pages, default=0) < 0:
+        return False  # no schedule follows from that
+    if page_size != plan.page_size or (plan.kernel == "fa2" and window != max(plan.window_left, -1)):
+        return True
+    return any(-(-n // page_size) != count for n, count in zip(lens, pages, strict=False))
+
+
+def reach(
+    plan: Plan, page_size: int, counts: Sequence[int], lens: Sequence[int], window: int
+) -> list[int] | None:
+    """Tokens of each request that the plan's chunks reach; None where they reach all of them.
+
+    With a window, chunks begin at a tile's first visible key (fa2), or end before it (CUDA cores): then None, and
+    `masks` says what is seen. `counts`: rows of each request.
+
+    Raises:
+        WouldHang: a chunk begins behind the last key, and its length wraps.
+    """
+    if not otherwise(plan, page_size, lens, window):
+        return None
+    schedule = plan.schedule()
+    chunk = schedule.chunk_tokens
+    if chunk is None:
+        return None
+    for i, (length, chunks) in enumerate(zip(lens, schedule.chunks, strict=False)):
+        if plan.kernel == "cuda_core":
+            behind = (chunks - 1) * chunk - length
+            if behind >= decode_step(plan.head_dim, plan.num_qo_heads // plan.num_kv_heads):
+                raise WouldHang(
+                    f"the last chunk that was planned for request {i} begins {behind} keys behind its last key: its "
+                    f"length is {(1 << 32) - behind}"
+                )
+            continue
+        seen = length if window < 0 else min(length, window + schedule.tile_rows)
+        if counts[i] > 1 and -(-max(seen, 1) // chunk) != chunks:
+            reads_foreign(
+                f"request {i} was split into {chunks} chunks, the kernel counts {-(-max(seen, 1) // chunk)}: partial "
+                "results are not where they are merged"
+            )
+    return None if window >= 0 else [n * chunk for n in schedule.chunks]
+
+
+def windowed(count: int, length: int, window_left: int, *, causal: bool) -> np.ndarray:
+    """What `count` rows see of `length` keys, bool `[count, length]`; `window_left` -1: no window."""
+    own = np.arange(count)[:, None] + length - count
+    key = np.arange(length)[None, :]
+    seen = key <= own if causal else np.ones((count, length), dtype=np.bool_)
+    return seen & (key >= own - window_left) if window_left >= 0 else seen
+
+
+def masks(
+    plan: Plan,
+    spans: Sequence[Span],
+    custom: Sequence[np.ndarray] | None,
+    *,
+    page_size: int,
+    group: int,
+    causal: bool,
+    window_left: int,
+    tile_window: int = -1,
+    blind: bool = False,
+) -> list[np.ndarray] | None:
+    """What is seen where chunks, tiles or a window that hides everything decide; `custom` where they do not.
+
+    Args:
+        plan: that the run executes.
+        spans: requests.
+        custom: one bool `[qo_len, kv_len]` a span, in place of `causal`.
+        page_size: of the cache.
+        group: query heads of a KV head.
+        causal: whether rows see no later keys.
+        window_left: of the compiled kernel, -1: none.
+        tile_window: a window that only moves the first key of a tile.
+        blind: the compiled window hides every key.
+    """
+    begin = max(window_left, tile_window)
+    lens = [len(span.slots) for span in spans]
+    chunk = None
+    if begin >= 0 and otherwise(plan, page_size, lens, begin):
+        chunk = plan.schedule().chunk_tokens
+    if chunk is None and tile_window < 0 and not blind:
+        return None if custom is None else list(custom)
+    found: list[np.ndarray] = []
+    for i, (span, length) in enumerate(zip(spans, lens, strict=True)):
+        count = span.q_end - span.q_start
+        key = np.arange(length)[None, :]
+        seen = windowed(count, length, window_left, causal=causal) if custom is None else custom[i]
+        if blind:
+            seen = seen & (key > np.arange(count)[:, None] + length - count)
+        first = np.zeros(count, dtype=np.int64)
+        if plan.kernel == "fa2" and begin >= 0:
+            tile = plan.schedule().tile_rows
+            starts = (
+                np.arange(count) * group // tile * tile // group
+            )  # for each row the first one of its tile
+            first = np.maximum(starts + length - count - begin, 0)
+        if tile_window >= 0:
+            seen = seen & (key >= first[:, None])
+        if chunk is not None:
+            seen = seen & (key < (first + plan.schedule().chunks[i] * chunk)[:, None])
+        found.append(seen)
+    return found
+
+
+def blinded_decode(plan: Plan, length: int) -> int:
+    """Keys that a CUDA-core decode of `length` keys counts where its chunks reach none that its window shows.
+
+    Before 0.7.2 each has the same weight; what a block takes at once behind a chunk's end counts as well.
+    """
+    schedule = plan.schedule()
+    chunk = schedule.chunk_tokens or length
+    step = decode_step(plan.head_dim, plan.num_qo_heads // plan.num_kv_heads)
+    edges = range(0, length, chunk)
+    return sum(-(-min(chunk, length - at) // step) * step for at in edges)
+
+
+def drop_uncut(
+    plan: Plan, spans: Sequence[Span], out: np.ndarray, lse: np.ndarray, group: int, blank: float
+) -> None:
+    """Make `blank` what the plan cut no tile for: heads (fa3) and packed rows (fa2); split ones are merged all the same.
+
+    `group`: query heads of a KV head.
+    """
+    num_qo_heads = out.shape[1]
+    if not plan.batch_size:  # of a call that is not planned
+        return
+    if plan.kernel == "fa3":
+        if num_qo_heads < plan.num_qo_heads and any(span.q_end > span.q_start for span in spans):
+            reads_foreign(
+                f"the plan has work for {plan.num_qo_heads} heads, q has {num_qo_heads}: what heads beyond them give "
+                "lands on the next rows"
+            )
+        out[:, plan.num_qo_heads :] = blank
+        lse[:, plan.num_qo_heads :] = np.nan
+        return
+    if plan.kernel == "cuda_core" or (not plan.graph and group <= plan.num_qo_heads // plan.num_kv_heads):
+        return
+    schedule = plan.schedule()
+    for tiles, span in zip(schedule.tiles, spans, strict=False):
+        count = span.q_end - span.q_start
+        cut = tiles * schedule.tile_rows
+        if cut >= count * group:
+            continue
+        if plan.scratch:
+            reads_foreign("rows that no tile computed are merged from what the float workspace holds")
+        packed = np.arange(count)[:, None] * group + np.arange(num_qo_heads)[None, :] % group
+        rows = slice(span.q_start, span.q_end)
+        out[rows][packed >= cut] = blank
+        lse[rows][packed >= cut] = np.nan
+
+
+def placed(
+    plan: Plan, spans: Sequence[Span], out: np.ndarray, lse: np.ndarray, rows: int, group: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Results where fa2 writes them: at the plan's own running count of rows, from 0.
+
+    `out`, `lse`: computed, row by row of q. `rows`: of q as it was handed over; rows behind them are foreign.
+    """
+    edges = [(a - plan.qo[0], b - plan.qo[0]) for a, b in pairwise(plan.qo)]
+    if plan.kernel != "fa2" or all(
+        (span.q_start, span.q_end) == edge for span, edge in zip(spans, edges, strict=False)
+    ):
+        return out, lse
+    schedule = plan.schedule()
+    moved, moved_lse = np.full_like(out, np.nan), np.full_like(lse, np.nan)
+    taken = np.zeros(rows, dtype=np.bool_)
+    for span, (start, end), tiles in zip(spans, edges, schedule.tiles, strict=False):
+        count = min(span.q_end - span.q_start, -(-tiles * schedule.tile_rows // group))
+        if plan.scratch and count < end - start:
+            reads_foreign("rows that the kernel does not find are merged from what the float workspace holds")
+        count = min(count, rows - start)
+        if count <= 0:
+            continue
+        if span.q_start + count > rows:
+            reads_foreign(f"row {rows} of q is read, which has {rows} rows")
+        if taken[start : start + count].any():
+            reads_foreign("two requests write the same rows")
+        taken[start : start + count] = True
+        moved[start : start + count] = out[span.q_start : span.q_start + count]
+        moved_lse[start : start + count] = lse[span.q_start : span.q_start + count]
+    return moved, moved_lse
