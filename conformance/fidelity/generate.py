@@ -46,10 +46,14 @@ def _rounds(seed: int, entries: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         order = [
             (entry, name)
             for at, (entry, name) in enumerate(every)
-            if not malformation(name).rare or (at + number) % RARE == 0
+            if not _rare(name) or (at + number) % RARE == 0
         ]
         Random(f"{seed} round {number}").shuffle(order)
         yield from order
+
+
+def _rare(full: str) -> bool:
+    return malformation(full).is_rare(full.partition(":")[2])
 
 
 def _malformed(random: Random, entry: str, name: str) -> LibraryCall:
@@ -60,7 +64,7 @@ def _malformed(random: Random, entry: str, name: str) -> LibraryCall:
             other
             for other in known_to(entry)
             if other.partition(":")[2] != name.partition(":")[2]
-            and not malformation(other).rare
+            and not _rare(other)
             and malformation(other).variant is None
             and first.variant is None
         ]

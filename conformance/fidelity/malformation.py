@@ -32,22 +32,26 @@ MERGE = (*FLASHINFER_MERGE, "sgl.merge_state_v2")
 class Malformation:
     """One way to spoil a call. `targets(entry)`: what of that entry point it can spoil.
 
-    `variant`: the only kernel variant that it is drawn with, because it makes a variant of its own. `rare`:
-    drawn less often, because its calls mostly read memory that no argument describes, crash, or cost a build.
+    `variant`: the only kernel variant that it is drawn with, because it makes a variant of its own. `rare`: targets
+    (or all of them) drawn less often, because such calls mostly read memory that no argument describes, crash, or cost
+    a build.
     """
 
     name: str
     targets: Targets
     spoil: Spoil
     variant: Variant | None = None
-    rare: bool = False
+    rare: bool | tuple[str, ...] = False
+
+    def is_rare(self, target: str) -> bool:
+        return self.rare if isinstance(self.rare, bool) else target in self.rare
 
 
 MALFORMATIONS: dict[str, Malformation] = {}
 
 
 def named(
-    name: str, targets: Targets, *, variant: Variant | None = None, rare: bool = False
+    name: str, targets: Targets, *, variant: Variant | None = None, rare: bool | tuple[str, ...] = False
 ) -> Callable[[Spoil], Spoil]:
     """Enter a function under a name; it is given the draft, the target and a random generator of its own."""
 

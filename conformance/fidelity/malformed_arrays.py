@@ -59,7 +59,7 @@ def _headless_lens(draft: Draft, target: str, random: Random) -> None:
     draft.arrays["seq_lens"] = ints(draft.call.kv_lens)
 
 
-@named("offset", sums_of)
+@named("offset", sums_of, rare=("kv_indptr",))
 def _offset(draft: Draft, target: str, random: Random) -> None:
     """From 1 instead of 0."""
     draft.arrays[target] = draft.arrays[target] + 1
@@ -81,7 +81,7 @@ def _longer(draft: Draft, target: str, random: Random) -> None:
     draft.arrays[target] = torch.cat((draft.arrays[target], draft.arrays[target][-1:]))
 
 
-@named("shorter", lambda entry: arrays_of(entry) if entry in ATTEND else ())
+@named("shorter", lambda entry: arrays_of(entry) if entry in ATTEND else (), rare=("indices",))
 def _shorter(draft: Draft, target: str, random: Random) -> None:
     """Without the last entry (row)."""
     draft.arrays[target] = draft.arrays[target][:-1].clone()

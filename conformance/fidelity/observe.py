@@ -17,6 +17,7 @@ from conformance.fidelity.perform import Hands, Stage, perform
 from conformance.fidelity.surroundings import Guarded, Place, Plain, places
 from conformance.fidelity.verdict import Seen, differ, judge, refused
 from fakes import cuda, modes, recorder, releases
+from fakes.contract.rule import Lab, Observation, Rule, observe
 
 ILLEGAL = ("illegal memory access", "misaligned address", "unspecified launch failure", "device-side assert")
 """What CUDA says when a kernel has died and taken its context along."""
@@ -41,6 +42,8 @@ def _ask_fake(call: LibraryCall) -> Seen:
                 seen = judge(draft, cuda.host(out), cuda.host(lse))
         except modes.UndefinedRead as error:
             return Seen("undefined", stage=stage.name, detail=str(error))
+        except modes.WouldHang as error:
+            return Seen("hung", stage=stage.name, detail=str(error))
         except modes.WouldCrash as error:
             return Seen("crashed", stage=stage.name, detail=str(error))
         except Exception as error:  # noqa: BLE001 - whatever the library raises is what we came to see
@@ -50,6 +53,13 @@ def _ask_fake(call: LibraryCall) -> Seen:
     if record.foreign:
         return Seen("undefined", stage=stage.name, detail=record.foreign[0])
     return seen
+
+
+def probe_fake(rule: Rule) -> Observation:
+    """What the fake does with a rule's probe, faithfully. To be called with a device simulated and not paused."""
+    with recorder.recording("faithful") as record:
+        lab = Lab(import_module(f"fakes.{rule.library}"), "cuda", partial(setattr, record, "at"))
+        return observe(rule, lab)
 
 
 class ContextLost(RuntimeError):  # noqa: N818 - an outcome

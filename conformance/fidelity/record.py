@@ -13,7 +13,7 @@ from conformance.fidelity.call import LibraryCall, from_json, to_json
 from conformance.fidelity.verdict import Seen
 from fakes.contract.rule import Observation
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(slots=True)

@@ -1,30 +1,34 @@
-"""Both halves of a comparison: the fakes in this process, the real libraries in workers."""
+"""Both halves of a comparison: the fakes in this process where no GPU is seen, the real libraries in workers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
-from importlib import import_module
 from random import Random
 from typing import Any
+
+import torch
 
 from conformance.fidelity import record
 from conformance.fidelity.call import ENTRIES, FLASHINFER_MERGE, LibraryCall, from_json, to_json
 from conformance.fidelity.compare import Disagreement, disagreement
 from conformance.fidelity.generate import VARIANTS, draw
-from conformance.fidelity.observe import on_fakes
+from conformance.fidelity.observe import on_fakes, probe_fake
 from conformance.fidelity.record import Observations
 from conformance.fidelity.shrink import AskAgain
 from conformance.fidelity.verdict import Seen
 from conformance.fidelity.workers import Answer, Death, Pool, Task
-from fakes import cuda, recorder, releases
+from fakes import cuda, releases
 from fakes.contract import rules as contract_rules
-from fakes.contract.rule import Lab, Observation, Rule, observe
+from fakes.contract.rule import Observation, Rule
 
 WORKER = "conformance.fidelity.worker"
+FAKE_WORKER = "conformance.fidelity.fake_worker"
 CALL_DEADLINE = 60.0
+HANG_DEADLINE = 30.0
+"""For calls that the fakes say crash, hang or may do so: a kernel that loops over 2**32 keys takes minutes."""
 BUILD_DEADLINE = 900.0
 """For a first call of a kernel variant, which the library compiles."""
 
@@ -34,24 +38,36 @@ Told = Callable[[str], object]
 def observe_fakes(
     calls: Iterable[LibraryCall], versions: Mapping[str, str], *, rules: bool, seed: int | None = None
 ) -> Observations:
-    """Ask the fakes of these releases, in faithful mode."""
+    """Ask the fakes of these releases, in faithful mode: in this process, or in others where this one sees a GPU."""
     chosen = {library: versions.get(library) or releases.selected(library) for library in versions}
     seen = Observations("fake", chosen, seed)
+    asked = list(calls)
+    known = [rule for rule in rules_of(chosen) if rule.device == "light"] if rules else []
+    if sees_gpu():
+        with _fake_workers(chosen, min(8, os.cpu_count() or 1)) as pool:
+            asking = _Asking(pool, seen, str)
+            asking.calls(asked, "")
+            asking.rules([rule.id for rule in known])
+        seen.calls = {call: seen.calls[call] for call in asked}
+        return seen
     with on_fakes(chosen) as ask:
-        for call in calls:
+        for call in asked:
             seen.calls[call] = ask(call)
-    if rules:
+    if known:
         with cuda.simulated_cuda("light"), releases.select(**chosen):
-            for rule in rules_of(chosen):
-                if rule.device == "light":
-                    seen.rules[rule.id] = _probed(rule)
+            for rule in known:
+                seen.rules[rule.id] = probe_fake(rule)
     return seen
 
 
-def _probed(rule: Rule) -> Observation:
-    with recorder.recording("faithful") as record:
-        lab = Lab(import_module(f"fakes.{rule.library}"), "cuda", partial(setattr, record, "at"))
-        return observe(rule, lab)
+def sees_gpu() -> bool:
+    """Whether torch finds a real GPU in this process, where no device can be simulated then."""
+    return cuda.current() is None and torch.cuda.is_available()
+
+
+def _fake_workers(versions: Mapping[str, str], size: int) -> Pool:
+    words = [f"{library}={version}" for library, version in versions.items()]
+    return Pool(FAKE_WORKER, size, words, spares=0, environment={"CUDA_VISIBLE_DEVICES": ""})
 
 
 def rules_of(versions: Mapping[str, str]) -> list[Rule]:
@@ -109,9 +125,9 @@ def observe_real(
         builds = variants(versions)
         for_each.calls(list(builds.values()), "kernel variants compiled", BUILD_DEADLINE, keep=False)
         seen.versions = dict(pool.versions)
-        last = {call for call in calls if expected.get(call, _SOUND).kind in ("crashed", "undefined")}
+        last = {call for call in calls if expected.get(call, _SOUND).kind in ("crashed", "hung", "undefined")}
         for_each.calls([call for call in calls if call not in last], "calls")
-        for_each.calls([call for call in calls if call in last], "calls that may crash")
+        for_each.calls([call for call in calls if call in last], "calls that may crash", HANG_DEADLINE)
         if rules:
             for_each.rules([rule.id for rule in rules_of(seen.versions)])
     seen.calls = {call: seen.calls[call] for call in calls}
@@ -147,13 +163,17 @@ def asking_again(
         yield of_fakes
         return
     words = [f"{library}={version}" for library, version in other.items()]
-    with Pool(module, 1, words, spares=2) as pool:
+    with Pool(module, 1, words, spares=2) as pool, ExitStack() as stack:
+        fakes = stack.enter_context(_fake_workers(fake, 1)) if sees_gpu() else None
+
+        def asked(pool: Pool, call: LibraryCall) -> Seen:
+            seen = Observations("", {})
+            _Asking(pool, seen, str).calls([call], "")
+            return seen.calls[call]
 
         def of_real(call: LibraryCall) -> Disagreement | None:
-            there = Observations("real", dict(other))
-            _Asking(pool, there, str).calls([call], "")
-            here = observe_fakes([call], fake, rules=False)
-            return disagreement(call, here.calls[call], there.calls[call], real=True)
+            here = asked(fakes, call) if fakes else observe_fakes([call], fake, rules=False).calls[call]
+            return disagreement(call, here, asked(pool, call), real=True)
 
         yield of_real
 

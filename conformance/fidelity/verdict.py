@@ -32,8 +32,8 @@ LSE_LIMIT = 5e-3
 class Seen:
     """A verdict. `error`: the built-in type that a refusal raised. `base`: of the LSE, "2", "e" or "".
 
-    `stage` and `detail` are words for people. `numbers` float32 `[rows, heads, SKETCH + 1]`, the LSE last, or
-    None where no result came; NaN where the result is NaN or was not written.
+    `stage` and `detail` are words for people. `numbers` float32 `[rows, heads, SKETCH + 2]`: the projections, the root
+    mean square of the output and the LSE, or None where no result came; NaN where it is NaN or was not written.
     """
 
     kind: Kind
@@ -125,7 +125,8 @@ def sketch(out: np.ndarray, lse: np.ndarray) -> np.ndarray:
     """`numbers` of a result."""
     projection = _projection(out.shape[-1])
     with np.errstate(invalid="ignore", over="ignore"):
-        return np.concatenate((out @ projection, lse[..., None]), axis=-1).astype(np.float32)
+        size = np.sqrt(np.mean(out**2, axis=-1, keepdims=True))
+        return np.concatenate((out @ projection, size, lse[..., None]), axis=-1).astype(np.float32)
 
 
 _projections: dict[int, np.ndarray] = {}
@@ -152,7 +153,7 @@ def differ(a: np.ndarray | None, b: np.ndarray | None) -> str:
         return "" if a is b else "one has numbers, the other none"
     if a.shape != b.shape:
         return f"results of {a.shape[:2]} and {b.shape[:2]} rows and heads"
-    x, y = a[..., :-1].astype(np.float64), b[..., :-1].astype(np.float64)
+    x, y = a[..., :SKETCH].astype(np.float64), b[..., :SKETCH].astype(np.float64)
     classes = np.where(np.isnan(x), 2, np.sign(x) * np.isinf(x)) != np.where(
         np.isnan(y), 2, np.sign(y) * np.isinf(y)
     )
@@ -161,7 +162,10 @@ def differ(a: np.ndarray | None, b: np.ndarray | None) -> str:
         return f"row {row}, head {head}: {x[row, head, 0]:.4g} and {y[row, head, 0]:.4g}"
     both = np.isfinite(x) & np.isfinite(y)
     x, y = np.where(both, x, 0.0), np.where(both, y, 0.0)
-    size = np.sqrt(np.mean(np.maximum(x**2, y**2), axis=(-2, -1)))[:, None]
+    sizes = np.maximum(a[..., SKETCH], b[..., SKETCH]).astype(
+        np.float64
+    )  # four projections of a row may all be small
+    size = np.sqrt(np.mean(np.where(both.all(axis=-1), sizes, 0.0) ** 2, axis=-1))[:, None]
     gap = np.sqrt(np.mean((x - y) ** 2, axis=-1)) / np.maximum(size, 0.05)
     if gap.size and gap.max() > OUT_LIMIT:
         row, head = np.unravel_index(int(gap.argmax()), gap.shape)

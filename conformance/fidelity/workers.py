@@ -42,16 +42,16 @@ class Death:
 class Worker:
     """One process; `ask` sends a task and waits for its answer."""
 
-    def __init__(self, module: str, arguments: Iterable[str]) -> None:
+    def __init__(self, module: str, arguments: Iterable[str], environment: Mapping[str, str]) -> None:
         mine, theirs = os.pipe()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
+        around = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), **environment}
         self._process = subprocess.Popen(  # noqa: S603 - our own module
             [sys.executable, "-m", module, str(theirs), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(theirs,),
-            env=environment,
+            env=around,
         )
         os.close(theirs)
         self._answers = mine
@@ -131,16 +131,24 @@ class Pool:
     Args:
         module: what each process runs; `conformance.fidelity.worker` says how it talks.
         arguments: that it is given.
+        environment: variables that it has beside those of this process, or instead of them.
     """
 
-    def __init__(self, module: str, size: int, arguments: Iterable[str], spares: int = 2) -> None:
-        self._module = module
-        self._arguments = tuple(arguments)
+    def __init__(
+        self,
+        module: str,
+        size: int,
+        arguments: Iterable[str],
+        spares: int = 2,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        words = tuple(arguments)
+        self._start = lambda: Worker(module, words, environment or {})
         self._size = size
         self.versions: dict[str, str] = {}
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for _ in range(size + spares):
-            self._idle.put(Worker(self._module, self._arguments))
+            self._idle.put(self._start())
 
     def __enter__(self) -> Self:
         return self
@@ -165,7 +173,7 @@ class Pool:
             if died is None:
                 self.versions = worker.versions or {}
                 return worker
-            self._idle.put(Worker(self._module, self._arguments))
+            self._idle.put(self._start())
         raise WorkerError(f"worker processes do not start: {died.how if died else ''}")
 
     def ask(
@@ -200,7 +208,7 @@ class Pool:
                     if gone:
                         worker.end()
                         worker = None
-                        self._idle.put(Worker(self._module, self._arguments))
+                        self._idle.put(self._start())
                     with lock:
                         told(task, answer)
             except BaseException as error:  # noqa: BLE001 - raised again below, in the thread that asked

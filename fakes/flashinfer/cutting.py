@@ -145,7 +145,7 @@ def blinded_decode(plan: Plan, length: int) -> int:
 def drop_uncut(
     plan: Plan, spans: Sequence[Span], out: np.ndarray, lse: np.ndarray, group: int, blank: float
 ) -> None:
-    """Make `blank` what the plan cut no tile for: heads (fa3) and packed rows (fa2); split ones are merged all the same.
+    """Make `blank` what the plan cut no tile for: heads (fa3), packed rows (fa2). Split ones are merged all the same.
 
     `group`: query heads of a KV head.
     """
