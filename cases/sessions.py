@@ -43,6 +43,7 @@ class Decoder:
     """Makes sessions of bytes."""
 
     def __init__(self, mix: Mix, wanted: Wanted) -> None:
+        wanted = _of_whole_sessions(wanted)
         self.mix, self.wanted = mix.session, wanted
         plain = replace(
             mix.engine,
@@ -120,3 +121,14 @@ def act(schedule: Schedule, action: Action, number: int, wished: tuple[int, ...]
         case "resume":
             gone = [uid for uid in schedule.gone if uid not in schedule.live]
             schedule.resume(gone[number % len(gone)] if gone else -1)
+
+
+def _of_whole_sessions(wanted: Wanted) -> Wanted:
+    """Without the variants that some step of a session could not have; where none has all, the phases of the first."""
+    if not wanted.variants:
+        return wanted
+    phases = wanted.phases
+    if not any(phases <= variant.phases for variant in wanted.variants):
+        phases &= wanted.variants[0].phases
+    variants = tuple(variant for variant in wanted.variants if phases <= variant.phases)
+    return replace(wanted, phases=phases, variants=variants)

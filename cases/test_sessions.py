@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,11 +15,11 @@ from cases.model import Case, Request, Step
 from cases.model import Phase as CasePhase
 from cases.schedule import Schedule
 from cases.sessions import session_cases
-from cases.wanted import ENGINE, KERNEL, Wanted
+from cases.wanted import ENGINE, KERNEL, Variant, Wanted
 
 
 @cache
-def drawn(*phases: CasePhase) -> tuple[Case, ...]:
+def drawn(wanted: Wanted = ENGINE) -> tuple[Case, ...]:
     found: list[Case] = []
 
     @seed(7)
@@ -29,7 +30,7 @@ def drawn(*phases: CasePhase) -> tuple[Case, ...]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
     )
-    @given(session_cases(Wanted(phases=frozenset(phases)) if phases else ENGINE))
+    @given(session_cases(wanted))
     def collect(case: Case) -> None:
         found.append(case)
 
@@ -78,7 +79,15 @@ def test_drawn_sessions_reach_what_a_session_is_about() -> None:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_backend_of_one_phase_is_asked_that_phase(phase: CasePhase) -> None:
-    assert {step.phase for case in drawn(phase) for step in case.steps} == {phase}
+    assert {step.phase for case in drawn(Wanted(phases=frozenset({phase}))) for step in case.steps} == {phase}
+
+
+def test_every_step_of_a_session_has_its_variant() -> None:
+    both, half = Variant(dtype="bfloat16"), Variant(window=True, phases=frozenset({"prefill"}))
+    for case in drawn(replace(ENGINE, window=True, variants=(both, half))):
+        assert both.holds(case)
+    for case in drawn(replace(ENGINE, window=True, variants=(half,))):
+        assert half.holds(case)
 
 
 def test_the_smallest_session() -> None:

@@ -18,6 +18,7 @@ from reference import (
     Budget,
     error_budget,
     exact_tolerance,
+    fast_tanh_error,
     least_budget,
     low_precision,
     lse_budget,
@@ -48,7 +49,10 @@ _gpu: torch.device | None = None
 
 @contextmanager
 def large_answers_on(device: torch.device) -> Generator[None]:
-    """Compute the oracle's answers to large cases, and their budgets, on this device within the block."""
+    """Compute the oracle's answers to large cases, and their budgets, on this device within the block.
+
+    Budgets then allow what real kernels do for speed and fakes do not (`fast_tanh_error`).
+    """
     global _gpu  # noqa: PLW0603 - like the device itself, one for the whole process
     before, _gpu = _gpu, device
     try:
@@ -144,9 +148,13 @@ class Question:
 
     def _budgets_of(self, step: int, state: AttentionState, twin: AttentionState) -> Budgets:
         score, dtype = state.max_score, getattr(torch, self.case.dtype)
+        num_keys = max(self.step(step).step.kv_lens, default=0)
+        tanh = fast_tanh_error(self.case.mask.soft_cap, score) if _gpu is not None else 0.0
         return Budgets(
-            error_budget(state, twin, dtype=dtype, max_score=score, max_v=state.max_v),
-            lse_budget(state, twin, max_score=score, num_keys=max(self.step(step).step.kv_lens, default=0)),
+            error_budget(state, twin, dtype=dtype, max_score=score, max_v=state.max_v).wider(
+                2.0 * tanh * state.max_v
+            ),
+            lse_budget(state, twin, max_score=score, num_keys=num_keys).wider(tanh),
         )
 
     def step(self, step: int) -> StepTensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -172,6 +173,24 @@ def test_large_answers_are_the_same_elsewhere(mask: Mask, monkeypatch: pytest.Mo
         for name in ("budget", "lse_budget"):
             ours, theirs = (getattr(asked, name)(0, layer).max_abs for asked in (there, here))
             torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0)
+
+
+def test_budgets_allow_the_tanh_of_the_hardware() -> None:
+    """Measured: FlashAttention 3's LSE of one key, capped at 1, is 0.761628 where tanh gives 0.761622."""
+    case = Case(
+        (Step((KernelRequest(1, 1),), "decode", "decode"),),
+        level="kernel",
+        num_layers=1,
+        mask=Mask(soft_cap=1.0),
+    )
+    budgets: list[float] = []
+    for session in (large_answers_on(torch.device("cpu")), nullcontext()):
+        with session:
+            asked = Question(case)
+            budgets.append(float(torch.as_tensor(asked.lse_budget(0, 0).max_abs)))
+            state = asked.answer(0, 0).state
+    assert budgets[0] - budgets[1] == pytest.approx(2.0**-11 * min(1.0, state.max_score))
+    assert budgets[1] < 6.26e-6 < budgets[0]
 
 
 def test_only_large_steps_go_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from reference.budget import (
     error_budget,
     exact_tolerance,
     exceeds,
+    fast_tanh_error,
     least_budget,
     lse_budget,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "error_budget",
     "exact_tolerance",
     "exceeds",
+    "fast_tanh_error",
     "least_budget",
     "low_precision",
     "lse_budget",

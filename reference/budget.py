@@ -20,6 +20,10 @@ TRUNCATED = 8
 """Products that a tensor core adds to a float32 sum at a time; the sum is truncated, not rounded."""
 
 
+FAST_TANH = 2.0**-11
+"""Relative error of the hardware's tanh, which kernels cap scores with (PTX `tanh.approx.f32`)."""
+
+
 class Budget(NamedTuple):
     """Largest error allowed.
 
@@ -30,6 +34,10 @@ class Budget(NamedTuple):
 
     max_abs: torch.Tensor | float
     mean_abs: float
+
+    def wider(self, by: float) -> Budget:
+        """This budget and `by` for every element."""
+        return Budget(self.max_abs + by, self.mean_abs + by)
 
 
 class Excess(NamedTuple):
@@ -91,6 +99,11 @@ def lse_budget(oracle: AttentionState, twin: AttentionState, *, max_score: float
     truncated = eps * num_keys / TRUNCATED if max_score > 0.0 else 0.0
     slack = 4.0 * eps * (1.0 + max_score) + truncated
     return _budget(oracle.lse, twin.lse, torch.float32, slack)
+
+
+def fast_tanh_error(soft_cap: float | None, max_score: float) -> float:
+    """How far the hardware's tanh moves a capped score: the LSE by as much, an output by twice that times max |v|."""
+    return 0.0 if soft_cap is None else FAST_TANH * min(soft_cap, max_score)
 
 
 def exact_tolerance(max_score: float, max_v: float) -> float:
