@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -49,7 +49,7 @@ def measure(count: int, names: Sequence[str] = BACKENDS, seed: int = 0) -> Itera
     torch.set_num_threads(1)
     try:
         for name in names:
-            spec = resolve(name)
+            spec = _without_graphs(resolve(name))
             cases = [case for drawn in draw(cases_for([spec.capabilities]), count, seed) for case in drawn]
             best: dict[str, float] = {}
             for _ in range(ROUNDS):
@@ -61,6 +61,11 @@ def measure(count: int, names: Sequence[str] = BACKENDS, seed: int = 0) -> Itera
             yield DeviceCost(name, each["plain"], each["light"], each.get("full"))
     finally:
         torch.set_num_threads(threads)
+
+
+def _without_graphs(spec: BackendSpec) -> BackendSpec:
+    """The same work on each device: only the full one would capture graphs."""
+    return replace(spec, capabilities=replace(spec.capabilities, cuda_graph=False))
 
 
 def _spent(spec: BackendSpec, kind: str, cases: Sequence[Case]) -> float | None:

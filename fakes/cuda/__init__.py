@@ -1,7 +1,8 @@
 """A simulated CUDA device on a CPU: engine code that demands CUDA runs unmodified.
 
-`simulated_cuda()` installs it. This release has the *light* device, which sees what goes through torch's
-Python interface in one thread. It does not see, and raises a clear error for where it can:
+`simulated_cuda()` installs one of two devices. The *full* one is a C++ extension that owns torch's CUDA dispatch
+key; what it does not simulate is listed in `docs/simulated-cuda.md`. The *light* one is pure Python and sees what
+goes through torch's Python interface in one thread. It does not see, and raises a clear error for where it can:
 
 - `torch.set_default_device("cuda")`: refused. `with torch.device("cuda"):` works.
 - Other threads: `torch.cuda`'s initialisation, factories on "cuda" and kernels are refused there; a device

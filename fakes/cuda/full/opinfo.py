@@ -77,8 +77,8 @@ def examine(op: Any) -> Outcome:
 _SEED = 42
 """What some of torch's own wrappers of random operators set before each call; a replay calls no wrapper."""
 
-_REFUSALS = ("when stream is capturing", "same device", "to be on cpu")
-"""CUDA's own words for what it does not take."""
+_REFUSALS = ("when stream is capturing", "same device", "to be on cpu", "from the 'Sparse")
+"""CUDA's own words for what it does not take, and torch's for a kind of tensor without kernels."""
 
 
 def _tried(op: Any, check: Callable[[Any, Any], str | None]) -> str:
