@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from conformance.choices import UsageError
 from conformance.fidelity.call import LibraryCall, to_json
 from conformance.fidelity.record import Observations
-from conformance.fidelity.verdict import Seen, differ
+from conformance.fidelity.verdict import BY_LUCK, Seen, differ
 from fakes.contract import rules as contract_rules
 
 UNDEFINED_SHARE = 0.1
@@ -35,9 +35,14 @@ def disagreement(call: LibraryCall, fake: Seen, other: Seen, *, real: bool) -> D
     """Whether two answers to a call differ: in verdict, error type, or numbers.
 
     `real`: the other is the real library. Then the fake's "undefined" stands for whatever luck gave the
-    real one, except a refusal that Python code makes: the fake knows what is read, two runs only show it.
+    real one, except a refusal that Python code makes, unless the fake says that it may: the fake knows what
+    is read, two runs only show it.
     """
-    if real and fake.kind == "undefined" and (other.kind != "refused" or other.error in _BY_LUCK):
+    if (
+        real
+        and fake.kind == "undefined"
+        and (other.kind != "refused" or other.error in (*BY_LUCK, fake.error))
+    ):
         return None
     if fake.kind != other.kind:
         return Disagreement(call, fake, other, "verdict")
@@ -45,10 +50,6 @@ def disagreement(call: LibraryCall, fake: Seen, other: Seen, *, real: bool) -> D
         return Disagreement(call, fake, other, "error type")
     gap = differ(fake.numbers, other.numbers)
     return Disagreement(call, fake, other, gap) if gap else None
-
-
-_BY_LUCK = ("RuntimeError", "MemoryError")
-"""What C++ code raises when it dislikes the numbers that it finds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ def _cache_lens(draft: Draft, target: str, random: Random) -> None:
 def _table(draft: Draft, target: str, random: Random) -> None:
     table = draft.arrays["page_table"]
     if target == "narrow":  # one column less than the longest request takes
-        draft.arrays["page_table"] = table[:, :-2].contiguous()
+        draft.arrays["page_table"] = table[..., :-2].contiguous()
     else:
         draft.arrays["page_table"] = table.reshape(-1)
 

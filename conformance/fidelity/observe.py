@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -15,7 +16,7 @@ from conformance.fidelity.catalogue import drafted
 from conformance.fidelity.draft import Draft
 from conformance.fidelity.perform import Hands, Stage, perform
 from conformance.fidelity.surroundings import Guarded, Place, Plain, places
-from conformance.fidelity.verdict import Seen, differ, judge, refused
+from conformance.fidelity.verdict import BY_LUCK, Seen, differ, judge, refused
 from fakes import cuda, modes, recorder, releases
 from fakes.contract.rule import Lab, Observation, Rule, observe
 
@@ -31,6 +32,17 @@ def on_fakes(versions: dict[str, str]) -> Generator[Callable[[LibraryCall], Seen
 
 
 def _ask_fake(call: LibraryCall) -> Seen:
+    seen = _ask_fake_once(call)
+    if seen.kind != "undefined" or seen.error or len(call.malformations) < 2:
+        return seen
+    for one in call.malformations:  # what else is wrong may be refused, whatever the library reads
+        alone = _ask_fake_once(replace(call, malformations=(one,)))
+        if alone.kind == "refused" and alone.error not in BY_LUCK:
+            return replace(seen, error=alone.error)
+    return seen
+
+
+def _ask_fake_once(call: LibraryCall) -> Seen:
     library = import_module(f"fakes.{call.library}")
     draft = drafted(call)
     with recorder.recording("faithful") as record, cuda.resumed():
@@ -41,17 +53,18 @@ def _ask_fake(call: LibraryCall) -> Seen:
             with cuda.paused():
                 seen = judge(draft, cuda.host(out), cuda.host(lse))
         except modes.UndefinedRead as error:
-            return Seen("undefined", stage=stage.name, detail=str(error))
+            seen = Seen("undefined", stage=stage.name, detail=str(error))
         except modes.WouldHang as error:
-            return Seen("hung", stage=stage.name, detail=str(error))
+            seen = Seen("hung", stage=stage.name, detail=str(error))
         except modes.WouldCrash as error:
-            return Seen("crashed", stage=stage.name, detail=str(error))
+            seen = Seen("crashed", stage=stage.name, detail=str(error))
         except Exception as error:  # noqa: BLE001 - whatever the library raises is what we came to see
             seen = refused(error, stage.name)
             if any(word in seen.detail for word in ILLEGAL):
                 seen = Seen("crashed", stage=stage.name, detail=seen.detail)
-    if record.foreign:
-        return Seen("undefined", stage=stage.name, detail=record.foreign[0])
+    if record.foreign and seen.kind != "undefined":
+        error = seen.error if seen.error not in BY_LUCK else ""
+        return Seen("undefined", error, stage=stage.name, detail=record.foreign[0])
     return seen
 
 

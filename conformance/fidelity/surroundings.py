@@ -86,9 +86,10 @@ class Guarded:
 
     def heap(self) -> None:
         """Leave freed blocks on the host's heap behind: the libraries copy index arrays there and read past them."""
+        # a planner that reads pairs of int32 as 64-bit words must find no rising sum: its tiles would fill all memory
         word = 0 if self.pattern == "low" else 1000
         blocks = [
-            torch.full((size // 4,), word, dtype=torch.int32) for _ in range(40) for size in _HEAP_SIZES
+            torch.full((size // 8,), word, dtype=torch.int64) for _ in range(40) for size in _HEAP_SIZES
         ]
         del blocks
 

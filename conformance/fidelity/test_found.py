@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from conformance.fidelity.call import from_json
+from conformance.fidelity.catalogue import drafted
+from conformance.fidelity.compare import disagreement
+from conformance.fidelity.draft import LN2
 from conformance.fidelity.observe import on_fakes
+from conformance.fidelity.verdict import Seen, differ, sketch
+from fakes.contract.check import dense
+from fakes.flashinfer.kernels import SENTINEL
 
 pytestmark = pytest.mark.cpu
 
@@ -14,6 +22,24 @@ PREFILL = '{"custom_mask":true,"entry":"fi.prefill.fa2","page_size":16,'
 
 FOUND_ZEROS = (
     '{"entry":"fi.prefill.fa2","kv_lens":[40],"malformations":["heads:half"],"num_qo_heads":8,"qo_lens":[20]}'
+)
+
+FALLS = '{"entry":"fi.decode.cuda_core","kv_lens":[9,8],"malformations":["falls:kv_indptr"],"qo_lens":[1,1]}'
+BLINDED = (
+    '{"entry":"fi.graph_decode.cuda_core","kv_lens":[200],"malformations":["page_size:half"],"page_size":16,'
+    '"variant":"window","window_left":4}'
+)
+PAGES_HALVED = (
+    '{"entry":"fi.prefill.fa2","kv_lens":[390],"malformations":["page_size:half"],"page_size":2,'
+    '"qo_lens":[40]}'
+)
+FAR_BEFORE_WINDOW = (
+    '{"entry":"fi.decode.tensor_core","kv_lens":[40],"malformations":["far_page:far"],"variant":"window",'
+    '"window_left":2}'
+)
+BEHIND = (
+    '{"entry":"fi.graph_decode.tensor_core","kv_lens":[6,22],"malformations":["last_page:above"],"num_qo_heads":2,'
+    '"page_size":16,"qo_lens":[1,1],"seed":39954,"variant":"window","window_left":4}'
 )
 
 FOUND = [
@@ -73,6 +99,81 @@ FOUND = [
         "0.6.6",
         "undefined",
     ),
+    # CUDA-core decode is built for some group sizes: plan looks at the planned heads, run at those of q and the cache
+    (
+        '{"entry":"fi.decode.cuda_core","malformations":["heads:kv"],"num_qo_heads":5}',
+        "0.6.6",
+        "refused RuntimeError",
+    ),
+    (
+        '{"entry":"fi.decode.cuda_core","malformations":["heads:kv"],"num_qo_heads":5}',
+        "0.7.4",
+        "refused RuntimeError",
+    ),
+    # its planner gives a request with less than no pages no block, and launches one all the same
+    (FALLS, "0.6.6", "undefined"),
+    (FALLS.replace("fi.decode", "fi.graph_decode"), "0.7.4", "undefined"),
+    # a chunk that begins behind the last key is of 2**32 keys, or of none if a single step covers the rest
+    (
+        '{"entry":"fi.decode.cuda_core","kv_lens":[90],"malformations":["page_size:double"],"page_size":16}',
+        "0.6.6",
+        "hung",
+    ),
+    (
+        '{"entry":"fi.decode.cuda_core","kv_lens":[126],"malformations":["page_size:double"],"page_size":16}',
+        "0.6.6",
+        "right",
+    ),
+    # where its chunks end before the window begins, all keys that they reach count alike
+    (BLINDED, "0.6.6", "wrong"),
+    # the address of no rows is null
+    ('{"entry":"fi.graph_decode.cuda_core","malformations":["rows:fewer"]}', "0.6.6", "crashed"),
+    ('{"entry":"fi.prefill.fa2","kv_lens":[3],"malformations":["rows:fewer"]}', "0.6.6", "crashed"),
+    ('{"entry":"fi.prefill.fa3","kv_lens":[3],"malformations":["rows:fewer"]}', "0.6.6", "crashed"),
+    (
+        '{"entry":"fi.prefill.fa3","kv_lens":[3],"malformations":["rows:fewer"]}',
+        "0.7.4",
+        "refused ValueError",
+    ),
+    ('{"entry":"fi.ragged.fa3","kv_lens":[2],"malformations":["keys:fewer"]}', "0.6.6", "crashed"),
+    # fa3's work is made for the planned heads: those that q lacks land on the next rows
+    ('{"entry":"fi.prefill.fa3","kv_lens":[9],"malformations":["heads:double"]}', "0.6.6", "undefined"),
+    ('{"entry":"fi.ragged.fa3","kv_lens":[9],"malformations":["heads:double"]}', "0.7.4", "undefined"),
+    # fa2 reads rows where qo_indptr says, also behind q, and writes them at its own count of rows
+    (
+        '{"entry":"fi.prefill.fa2","kv_lens":[9],"malformations":["offset:qo_indptr"],"qo_lens":[3]}',
+        "0.6.6",
+        "undefined",
+    ),
+    # where planner and kernel count other chunks of several rows, partial results are not where they are merged
+    (PAGES_HALVED, "0.6.6", "undefined"),
+    (PAGES_HALVED.replace("[40]", "[1]"), "0.6.6", "wrong"),
+    (
+        '{"entry":"fi.prefill.fa2","kv_lens":[300],"malformations":["late:window_left"],"page_size":16,"qo_lens":[40]}',
+        "0.6.6",
+        "undefined",
+    ),
+    # lengths that fall on the device alone wrap
+    (
+        '{"entry":"fi.ragged.fa2","kv_lens":[5,6,7],"malformations":["strided:kv_indptr"],"qo_lens":[1,1,1]}',
+        "0.6.6",
+        "undefined",
+    ),
+    # a request without rows and keys before a window are not read
+    (
+        '{"entry":"fi.prefill.fa2","kv_lens":[5,6],"malformations":["shorter:indices"],"qo_lens":[1,0]}',
+        "0.6.6",
+        "right",
+    ),
+    (FAR_BEFORE_WINDOW, "0.6.6", "right"),
+    (FAR_BEFORE_WINDOW.replace("fi.decode.tensor_core", "fi.decode.cuda_core"), "0.6.6", "crashed"),
+    # a single row goes through the merge kernel for many states, also if it has one state
+    (
+        '{"empty_states":true,"entry":"fi.merge_states","num_states":1,"seed":13633}',
+        "0.6.6",
+        "wrong",
+    ),
+    ('{"empty_states":true,"entry":"fi.merge_states","num_states":1,"seed":13633}', "0.7.4", "right"),
     # CUDA-core decode takes the end of the page ids from the entry that q's rows point at
     ('{"entry":"fi.decode.cuda_core","malformations":["rows:more"]}', "0.6.6", "undefined"),
 ]
@@ -85,6 +186,56 @@ def test_rows_that_no_tile_computes_hold_zeros() -> None:
     blank = np.isnan(seen.numbers[..., -1])
     assert blank.any()
     assert (seen.numbers[blank][:, :-1] == 0).all()
+
+
+def test_keys_behind_the_last_page_are_loads_from_the_address_of_the_pool() -> None:
+    call = from_json(BEHIND)
+    draft = drafted(call)
+    kv_len = int(draft.arrays["last_page_len"][1]) + 16  # of two pages
+    assert kv_len > 32
+    q, k, v = (draft.tensors[name] for name in ("q", "k", "v"))
+    keys, values = (t[0, 0, 0, :8].repeat(8)[None, None].expand(5, 1, 64) for t in (k, v))
+    out, lse = dense(q[1:], keys, values)
+    with on_fakes({}) as ask:
+        seen = ask(call)
+    assert seen.numbers is not None
+    expected = sketch(out.numpy(), lse.numpy() / LN2)
+    assert differ(seen.numbers[1:], expected) == ""
+
+
+def test_a_decode_block_that_sees_no_key_weighs_all_that_it_takes() -> None:
+    call = from_json(BLINDED)
+    draft = drafted(call)
+    v = draft.tensors["v"].double()
+    pages = draft.arrays["indices"].long()
+    values = v[pages].reshape(-1, 1, 64)[:128]  # one chunk, a multiple of the 64 keys that a block takes
+    with on_fakes({}) as ask:
+        seen = ask(call)
+    assert seen.numbers is not None
+    expected = sketch(values.mean(dim=0)[None].numpy(), np.full((1, 1), SENTINEL))
+    assert differ(seen.numbers, expected) == ""
+
+
+def test_a_projection_that_is_small_by_chance_makes_no_difference() -> None:
+    random = np.random.default_rng(0)
+    exact = random.normal(size=(4000, 1, 128))
+    lse = np.zeros((4000, 1))
+    assert (
+        differ(sketch(exact, lse), sketch(exact * (1 + random.normal(size=exact.shape) * 0.0025), lse)) == ""
+    )
+
+
+def test_what_else_is_wrong_may_be_refused_whatever_is_read() -> None:
+    call = from_json(
+        '{"entry":"fi.decode.cuda_core","malformations":["shorter:indices","dtype:q"],"kv_lens":[2]}'
+    )
+    with on_fakes({}) as ask:
+        assert ask(call).error == "ValueError"
+        first = replace(call, malformations=("shorter:kv_indptr", "dtype:q"), qo_lens=(1, 1), kv_lens=(2, 2))
+        seen = ask(first)
+    assert (seen.kind, seen.error) == ("undefined", "ValueError")
+    assert disagreement(first, seen, Seen("refused", "ValueError"), real=True) is None
+    assert disagreement(first, seen, Seen("refused", "KeyError"), real=True) is not None
 
 
 @pytest.mark.parametrize(("call", "release", "kind"), FOUND, ids=[str(n) for n in range(len(FOUND))])

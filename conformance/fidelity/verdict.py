@@ -17,6 +17,9 @@ Kind = Literal["right", "wrong", "refused", "undefined", "crashed", "hung"]
 
 KINDS: tuple[Kind, ...] = ("right", "wrong", "refused", "undefined", "crashed", "hung")
 
+BY_LUCK = ("RuntimeError", "MemoryError")
+"""What C++ code raises when it dislikes the numbers that it finds."""
+
 SKETCH = 4
 """Random projections of each output vector that stand for it."""
 
@@ -30,7 +33,8 @@ LSE_LIMIT = 5e-3
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A verdict. `error`: the built-in type that a refusal raised. `base`: of the LSE, "2", "e" or "".
+    """A verdict. `error`: the built-in type that a refusal raised, or of an undefined call the one that Python code may
+    raise whatever is read. `base`: of the LSE, "2", "e" or "".
 
     `stage` and `detail` are words for people. `numbers` float32 `[rows, heads, SKETCH + 2]`: the projections, the root
     mean square of the output and the LSE, or None where no result came; NaN where it is NaN or was not written.

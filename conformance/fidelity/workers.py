@@ -25,6 +25,9 @@ Task = Mapping[str, Any]
 Answer = dict[str, Any]
 
 START_DEADLINE = 180.0
+MEMORY_LIMIT = 12 << 30
+"""A planner that reads nonsense may make a list of all the tiles that it finds."""
+MEMORY_CHECK = 0.5
 STARTS = 3
 """So many processes in a row may fail to start, as when the GPU's memory is full for a moment."""
 
@@ -96,14 +99,27 @@ class Worker:
             os.close(self._answers)
             self._answers = -1
 
+    def _resident(self) -> int:
+        """Bytes of memory that the process has, 0 where it cannot be told."""
+        with suppress(OSError, ValueError, IndexError):
+            pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
+            return int(pages) * os.sysconf("SC_PAGE_SIZE")
+        return 0
+
     def _read(self, deadline: float) -> Answer | Death:
         ends = time.monotonic() + deadline
         with selectors.DefaultSelector() as selector:
             selector.register(self._answers, selectors.EVENT_READ)
             while b"\n" not in self._unread:
-                if not selector.select(max(0.0, ends - time.monotonic())):
-                    self.end()
-                    return Death(f"no answer within {deadline:g} s", hung=True)
+                left = ends - time.monotonic()
+                if not selector.select(max(0.0, min(left, MEMORY_CHECK))):
+                    if left <= MEMORY_CHECK:
+                        self.end()
+                        return Death(f"no answer within {deadline:g} s", hung=True)
+                    if self._resident() > MEMORY_LIMIT:
+                        self.end()
+                        return Death(f"the process took more than {MEMORY_LIMIT >> 30} GiB of memory")
+                    continue
                 piece = os.read(self._answers, 1 << 16)
                 if not piece:
                     return self._buried()

@@ -255,6 +255,7 @@ def read_decode_indptr(indptr: torch.Tensor, batch_size: int) -> list[int]:
     """
     array = words(on_host(indptr))
     if array.size == 1 and batch_size == 1:
+        recorder.reads_foreign("indptr[1] is read, the array has 1 entry")
         if releases.at_least("flashinfer", "0.7.2"):
             raise illegal_access("indptr[1] is read, the array has 1 entry")
         raise WouldCrash(
