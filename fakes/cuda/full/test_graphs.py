@@ -178,6 +178,16 @@ def test_results_may_be_copied_to_pinned_memory() -> None:
     assert host.tolist() == [0, 1, 2, 3]
 
 
+def test_attention() -> None:
+    q, result = torch.randn(1, 2, 3, 8, device="cuda"), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    attend(q, q, q)
+    graph = captured(lambda: result.append(attend(q, q, q, is_causal=True)))
+    q.copy_(torch.linspace(-1, 1, 48).view(1, 2, 3, 8))
+    graph.replay()
+    torch.testing.assert_close(result[0], attend(q, q, q, is_causal=True))
+
+
 def test_custom_operators() -> None:
     name = f"simulated_graph_test_{next(_names)}"
     library = torch.library.Library(name, "DEF")

@@ -308,3 +308,20 @@ def test_streams_of_the_accelerator_interface() -> None:
     assert torch.accelerator.is_available()
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
     assert torch.accelerator.device_count() >= 1
+
+
+def test_attention_forms() -> None:
+    """With masks, a scale, gradients, grouped heads: whichever way it is computed."""
+    q, k = (torch.randn(1, 4, n, 8, generator=torch.Generator().manual_seed(n)) for n in (5, 7))
+    mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) > 0.3
+    forms: list[Any] = [{"attn_mask": mask}, {"attn_mask": mask.float()}, {"scale": 0.3}, {"is_causal": True}]
+    for given in forms:
+        on_device: Any = {n: v.cuda() if isinstance(v, Tensor) else v for n, v in given.items()}
+        got = F.scaled_dot_product_attention(q.cuda(), k.cuda(), k.cuda(), **on_device)
+        wanted: Any = F.scaled_dot_product_attention(q, k, k, **given)
+        torch.testing.assert_close(got.cpu(), wanted, rtol=1e-3, atol=1e-3)
+    got = F.scaled_dot_product_attention(q.cuda().requires_grad_(), k.cuda(), k.cuda())
+    assert got.requires_grad
+    grouped = F.scaled_dot_product_attention(q.cuda(), k[:, :2].cuda(), k[:, :2].cuda(), enable_gqa=True)
+    wanted = F.scaled_dot_product_attention(q, k[:, :2], k[:, :2], enable_gqa=True)
+    torch.testing.assert_close(grouped.cpu(), wanted, rtol=1e-3, atol=1e-3)

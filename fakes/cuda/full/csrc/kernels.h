@@ -2,9 +2,11 @@
 // the fallback, and the ones called most (allocation and views), which need no alias.
 #pragma once
 #include <ATen/EmptyTensor.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
@@ -95,10 +97,38 @@ inline at::Tensor& set_nothing(at::Tensor& self) {
   return at::native::set_storage_cpu_(self, std::move(none), 0, {0}, {});
 }
 
-inline int64_t math_attention(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
-    std::optional<double>, bool) {
-  return 0;  // sdp::SDPBackend::math: operators that the fallback knows
+// Attention is one operation on a GPU. Here it is the CPU's, where neither gradients nor grouped heads are asked for; what
+// is left is composed of operators that the fallback knows. The numbers are those of sdp::SDPBackend.
+inline int64_t choose_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>&, double dropout,
+    bool, std::optional<double>, bool) {  // also behind torch's own table of such choices, see module.cpp
+  constexpr int64_t composed = 0, efficient = 2;
+  const bool graded = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+  const bool simple = q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && q.size(1) == k.size(1) && dropout == 0.0;
+  return graded || !simple ? composed : efficient;
+}
+
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& bias, bool, double,
+    bool causal, std::optional<double> scale) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const bool recording = capturing();
+  if (recording) require_valid();
+  auto compute = [causal, scale](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const std::optional<at::Tensor>& bias) {
+    const auto mask = bias.has_value() ? std::optional<at::Tensor>(host_alias(*bias)) : std::nullopt;
+    return device_alias(at::scaled_dot_product_attention(
+        host_alias(q), host_alias(k), host_alias(v), mask, /*dropout_p=*/0.0, causal, scale, /*enable_gqa=*/false));
+  };
+  at::Tensor out = made_on_device(compute(q, k, v, bias));
+  if (recording) {
+    auto mask = bias.has_value() ? std::optional<at::Tensor>(snapshot(*bias)) : std::nullopt;
+    auto run = [compute, q = snapshot(q), k = snapshot(k), v = snapshot(v), mask, out = snapshot(out)] {
+      put_result(out, compute(q, k, v, mask));
+    };
+    t_graph->nodes.push_back({"aten::scaled_dot_product_attention", std::move(run)});
+  }
+  return {out, at::Tensor(), at::Tensor(), at::Tensor()};
 }
 
 inline bool no_cudnn_ctc(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef, int64_t) {
@@ -124,7 +154,8 @@ inline void register_kernels(torch::Library& aten) {
   aten.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   aten.impl("set_.source_Tensor", &at::native::set_tensor_);
   aten.impl("set_", &set_nothing);
-  aten.impl("_fused_sdp_choice", &math_attention);
+  aten.impl("_fused_sdp_choice", &choose_attention);
+  aten.impl("_scaled_dot_product_efficient_attention", &attention);
   aten.impl("_use_cudnn_ctc_loss", &no_cudnn_ctc);
   aten.impl("_use_cudnn_ctc_loss.Tensor", &no_cudnn_ctc_of_tensors);
   aten.impl("_use_miopen_ctc_loss", &no_cudnn_ctc);

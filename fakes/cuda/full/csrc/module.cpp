@@ -28,6 +28,7 @@ void uninstall() {
   g_installed = false;
   if (t_graph) end_capture();
   unwatch_traps();
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(nullptr);
   g_registered.clear();
   virtual_table(at::detail::getCUDAHooks()) = g_hooks_before;
   c10::SetAllocator(c10::DeviceType::CUDA, nullptr);
@@ -64,6 +65,7 @@ void install() {
     uninstall();
     throw;
   }
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
   watch_traps();
 }
 
