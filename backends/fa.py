@@ -45,6 +45,7 @@ class FlashAttentionBackend:
         window=True,
         soft_cap=True,
         lse="e",
+        reads_unowned_slots=True,  # V behind the last key, in prefill with pages of 128 and more
         cuda_graph=True,
     )
     refuses: ClassVar[bool] = True

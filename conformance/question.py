@@ -154,7 +154,7 @@ class Question:
             error_budget(state, twin, dtype=dtype, max_score=score, max_v=state.max_v).wider(
                 2.0 * tanh * state.max_v
             ),
-            lse_budget(state, twin, max_score=score, num_keys=num_keys).wider(tanh),
+            lse_budget(state, twin, dtype=dtype, max_score=score, num_keys=num_keys).wider(tanh),
         )
 
     def step(self, step: int) -> StepTensors:

@@ -272,3 +272,47 @@ def test_mla_findings(strict: recorder.Recorder) -> None:
     out, _ = mla(latent([70, 70]), block_table=torch.tensor([[0, 1], [0, 640]], dtype=torch.int32))
     assert out[1].isnan().all()
     assert said(strict) == [("mla.block_table.range", 1)]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "rows", "spoiled"),
+    [(128, 63, True), (256, 49, True), (128, 48, False), (64, 63, False)],  # 192 packed rows fill a tile
+)
+def test_v_behind_the_last_key_shows_where_tiles_are_loaded_whole(
+    page_size: int, rows: int, spoiled: bool
+) -> None:
+    """Measured on an H200: the request with a full page stays right, the one with a tail of NaN becomes NaN."""
+    k, v = (torch.zeros(2, page_size, 1, 64, dtype=torch.bfloat16) for _ in range(2))
+    v[1, 6:] = torch.nan
+    out, lse, *_ = flash_attn.flash_attn_with_kvcache(
+        torch.zeros(rows + 1, 4, 64, dtype=torch.bfloat16),
+        k,
+        v,
+        page_table=ints(0, 1)[:, None],
+        cache_seqlens=ints(page_size, 6),
+        cu_seqlens_q=ints(0, rows, rows + 1),
+        max_seqlen_q=rows,
+        causal=True,
+        return_softmax_lse=True,
+    )
+    assert bool(out[rows].isnan().all()) is spoiled
+    assert bool(out[:rows].isfinite().all())
+    assert bool(lse.isfinite().all())
+
+
+def test_only_tiles_that_reach_the_last_key_load_what_is_behind() -> None:
+    k, v = (torch.zeros(3, 128, 1, 64, dtype=torch.bfloat16) for _ in range(2))
+    v[2, 1:, :, 7] = torch.inf
+    out = flash_attn.flash_attn_with_kvcache(
+        torch.zeros(200, 2, 64, dtype=torch.bfloat16),
+        k,
+        v,
+        page_table=ints(0, 1, 2)[None],
+        cache_seqlens=ints(257),
+        cu_seqlens_q=ints(0, 200),
+        max_seqlen_q=200,
+        causal=True,
+    )
+    bad = out.isnan().all(dim=1)
+    assert bad[:, 7].nonzero().flatten().tolist() == list(range(192, 200))
+    assert not bad[:, :7].any()

@@ -156,7 +156,7 @@ def test_lse_budget_counts_the_keys_of_zero_queries(dtype: torch.dtype) -> None:
     problem = problem._replace(q=torch.zeros_like(problem.q))
     oracle = paged_attention(*problem.tensors, **problem.options)
     twin = low_precision(*problem.tensors, **problem.options, dtype=dtype)
-    budget = lse_budget(oracle, twin, max_score=oracle.max_score, num_keys=8192)
+    budget = lse_budget(oracle, twin, dtype=dtype, max_score=oracle.max_score, num_keys=8192)
     for count, wrong in ((8192, False), (8191, True), (8193, True)):
         lse = torch.full((1, 1), math.log(count))
         assert exceeds(lse, oracle.lse, budget).failed is wrong
@@ -179,11 +179,21 @@ def test_lse_budget_allows_a_long_sum_that_is_truncated() -> None:
     scores = (problem.q[0, 0].float() @ problem.tensors[1][problem.slots][:, 0].float().T) * problem.scale
     weights = (scores - scores.max()).exp().to(torch.float16)
     lse = torch.tensor([[math.log(summed_on_tensor_cores(weights)) + float(scores.max())]])
-    short = lse_budget(oracle, twin, max_score=oracle.max_score, num_keys=0)
+    short = lse_budget(oracle, twin, dtype=torch.float32, max_score=oracle.max_score, num_keys=0)
     assert exceeds(lse, oracle.lse, short).failed
-    budget = lse_budget(oracle, twin, max_score=oracle.max_score, num_keys=131_072)
+    budget = lse_budget(oracle, twin, dtype=torch.float16, max_score=oracle.max_score, num_keys=131_072)
     assert not exceeds(lse, oracle.lse, budget).failed
     assert exceeds(lse - 3e-3, oracle.lse, budget).failed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lse_budget_allows_weights_that_are_rounded_otherwise(dtype: torch.dtype) -> None:
+    problem = make_problem([1], [3], heads=(1, 1), dtype=dtype)
+    oracle = paged_attention(*problem.tensors, **problem.options)
+    budget = lse_budget(oracle, oracle, dtype=dtype, max_score=oracle.max_score, num_keys=3)
+    half_a_step = torch.finfo(dtype).eps / 2.0
+    assert not exceeds(oracle.lse + half_a_step, oracle.lse, budget).failed
+    assert exceeds(oracle.lse + 1.1 * half_a_step + 1e-4, oracle.lse, budget).failed
 
 
 def test_empty_rows_and_empty_batches_are_exact() -> None:
@@ -193,7 +203,7 @@ def test_empty_rows_and_empty_batches_are_exact() -> None:
         twin = low_precision(*problem.tensors, **problem.options, dtype=torch.float16)
         budget = error_budget(oracle, twin, dtype=torch.float16, max_score=0.0, max_v=0.0)
         assert not exceeds(oracle.out.to(torch.float16), oracle.out, budget).failed
-        budget = lse_budget(oracle, twin, max_score=0.0, num_keys=0)
+        budget = lse_budget(oracle, twin, dtype=torch.float16, max_score=0.0, num_keys=0)
         assert not exceeds(oracle.lse.to(torch.float32), oracle.lse, budget).failed
         if qo_lens:
             assert exceeds(torch.full_like(oracle.lse, -5e4), oracle.lse, budget).where.all()

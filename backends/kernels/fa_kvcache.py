@@ -20,6 +20,7 @@ class FlashAttentionKVCache:
         rows_without_keys=True,
         empty_requests=True,
         lse="e",
+        reads_unowned_slots=True,  # V behind the last key, in prefill with pages of 128 and more
     )
 
     def __init__(self, engine: EngineContext) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from fakes import attend, cuda, modes, recorder
 from fakes.recorder import Attended, Call, Span
-from fakes.sgl_kernel import append, checks, readings
+from fakes.sgl_kernel import append, checks, readings, tails
 from fakes.sgl_kernel.arguments import Forward, Shape
 from fakes.sgl_kernel.masking import Visible, visible
 from fakes.sgl_kernel.pages import UNREADABLE, Keys
@@ -120,6 +120,7 @@ def _attend(
         v_scale=v_scale,
         sinks=None if args.sinks is None else cuda.host(args.sinks).to(torch.float64).numpy(),
     )
+    tails.spoil(out, args, shape, spans, reading, mask)
     for index in lost:  # keys from outside the pool: no error, no number
         out[spans[index].q_start : spans[index].q_end] = np.nan
         lse[spans[index].q_start : spans[index].q_end] = -np.inf
