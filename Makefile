@@ -6,6 +6,7 @@ CASES ?= 300
 SEED ?= 0
 REPORT ?= report.jsonl
 BATCHES ?= 1000
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -17,18 +18,21 @@ ENGINE_CASES ?= 100
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help conformance test lint example engine mutants opinfo bench soak clean
+.PHONY: help conformance test test-all lint example engine mutants opinfo bench soak clean
 
 help: ## Print this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
 		printf '  make %-12s %s\n' "$$target" "$$text"; done
 
 conformance: $(INSTALLED) ## Ask every built-in backend on the fakes; print the matrix, write REPORT=report.jsonl
 	@rm -f $(REPORT)
 	$(BIN)/conformance run --cases $(CASES) --seed $(SEED) --report $(REPORT)
 
-test: $(INSTALLED) ## Run the tests that need no GPU (pytest -m cpu)
-	$(BIN)/python -m pytest -m cpu
+test: $(INSTALLED) ## Run the tests that need no GPU (pytest -m cpu), JOBS=2 files at a time
+	$(BIN)/python -m pytest -m cpu -n $(JOBS) --dist loadfile
+
+test-all: $(INSTALLED) ## Run also those that take too long for every change
+	$(BIN)/python -m pytest -m 'cpu or slow' -n $(JOBS) --dist loadfile
 
 lint: $(DEVELOPING) ## Check style, format, types and which package imports which
 	$(BIN)/ruff check .
@@ -65,7 +69,7 @@ clean: ## Remove what the targets above made
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip expecttest -e '.[full,upgrade]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip expecttest -e '.[full,parallel,upgrade]'
 	@touch $@
 
 $(ENGINE)/.installed: backends/engines/sglang.txt | $(INSTALLED)

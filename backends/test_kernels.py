@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from backends.contract import Attention, EngineContext, KernelCall
 from backends.registry import BUILT_IN, resolve
 from backends.test_support import small_engine
 from cases.model import Layout
-from fakes import cuda
+from fakes import cuda, releases
 from fakes.cuda.claims import real_gpu
 from fakes.recorder import recording
 
@@ -212,7 +213,9 @@ def test_rows_without_keys(name: str, causal: bool) -> None:
     engine = engine_of()
     qo_lens = [5, 2, 3] if declares(name, phases="prefill") else [1, 1, 1]
     call = call_of(engine, qo_lens, [2, 0, 5], causal=causal)
-    check(name, ask(name, engine, call), dense(call))
+    # 0.6.6 gives such rows no zeros in fa3: backends/waivers
+    with releases.select(flashinfer="0.7.4") if name.endswith("fa3") else nullcontext():
+        check(name, ask(name, engine, call), dense(call))
 
 
 @pytest.mark.parametrize("name", offering(empty_requests=True))

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from cases import Case, KernelRequest, Request, Step, to_json
 from cases.assemble import Assembler
 from cases.coverage import Reached
-from cases.mix import Mix, default_mix
+from cases.mix import default_mix
 from cases.simplify import simplify
 from cases.strategies import engine_cases, kernel_cases
 from cases.wanted import ENGINE, KERNEL, Wanted
@@ -274,6 +274,6 @@ def test_window_shrinks_to_one_key() -> None:
 
 
 def test_a_mix_of_ones_own() -> None:
-    mix = Mix(replace(MIX.engine, page_size=((8, 1),), max_requests=2), MIX.kernel)
+    mix = replace(MIX, engine=replace(MIX.engine, page_size=((8, 1),), max_requests=2))
     found = find(engine_cases(mix=mix), lambda c: len(c.steps[0].requests) == 2, settings=FINDING)
     assert found == Case((_decode(1, 1),), page_size=8)

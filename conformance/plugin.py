@@ -19,9 +19,9 @@ from conformance.shadow import ROOMS, ShadowError, add_current_folder, require_f
 if TYPE_CHECKING:
     from conformance.suite import Results
 
-DEFAULT_CASES = 120
+DEFAULT_CASES = 60
 """Random cases per backend: what keeps all built-in backends below a minute."""
-DEFAULT_SESSIONS = 12
+DEFAULT_SESSIONS = 4
 
 _HOME = Path(__file__).resolve().parent.parent
 _SUITE = Path(__file__).with_name("test_conformance.py")
@@ -111,6 +111,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu: needs no GPU")
     config.addinivalue_line("markers", "gpu: needs a GPU and the real kernel libraries")
+    config.addinivalue_line("markers", "slow: needs no GPU, but too long for every change (make test-all)")
     config.addinivalue_line("markers", "engine: needs an engine that is installed (make engine)")
     why = missing_gpu(config)
     if why is not None and config.getoption("require") == "gpu":
@@ -166,7 +167,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path == _SUITE and real:
             item.add_marker(pytest.mark.gpu)
         ours = any(folder in item.path.parents for folder in _FOLDERS)
-        if ours and not any(item.get_closest_marker(other) for other in ("gpu", "engine")):
+        if ours and not any(item.get_closest_marker(other) for other in ("gpu", "engine", "slow")):
             item.add_marker(pytest.mark.cpu)
         if why is not None and item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason=why))

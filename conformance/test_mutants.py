@@ -19,7 +19,10 @@ FAITHFUL = list(
     {(m.base, m.check): (m, "faithful") for m in MUTANTS.values() if "faithful" in m.modes}.values()
 )
 """One of each backend and check, for time; `make mutants` hunts all of them in both modes."""
-HUNTS = [pytest.param(m, mode, id=f"{m.name}-{mode}") for m, mode in [*STRICT, *FAITHFUL]]
+HUNTS = [
+    *(pytest.param(m, mode, id=f"{m.name}-{mode}") for m, mode in STRICT),
+    *(pytest.param(m, mode, id=f"{m.name}-{mode}", marks=pytest.mark.slow) for m, mode in FAITHFUL),
+]
 
 
 @pytest.mark.parametrize(("mutant", "mode"), HUNTS)

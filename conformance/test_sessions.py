@@ -171,6 +171,7 @@ def full() -> Iterator[Asker]:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pad_rows_keep_out_loc", "reuse_staging"])
 def test_planted_faults_show_in_sessions(name: str, full: Asker) -> None:
     """Padding that stores where a finished request stood; a staging buffer that is rewritten before its copy."""

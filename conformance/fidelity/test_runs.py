@@ -110,6 +110,7 @@ def test_a_fake_that_forgives_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one.fake.kind == "refused" for one in found)
 
 
+@pytest.mark.slow
 def test_workers_die_and_the_others_answer(tmp_path: Path) -> None:
     asked = [
         LibraryCall(entry="fi.decode.cuda_core", kv_lens=(30,), page_size=16),

@@ -55,6 +55,7 @@ def test_options_make_sense(capsys: pytest.CaptureFixture[str]) -> None:
         assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_workers_die_with_their_parent(here: Path) -> None:
     """And the case that was running is still there to be replayed."""
     argv = ["run", "--backend", HANGS, "--case", CASE, "--isolate", "--deadline", "300"]

@@ -12,6 +12,7 @@ from conformance.outcome import Outcome
 GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+@pytest.mark.slow
 def test_what_is_not_as_it_must_be_is_told() -> None:
     compiles = next(fault for fault in ON_CPU if fault.name == "Compiles")
     lies = Fault("faults", "Lies", Outcome.CRASHED, "SIGHUP")

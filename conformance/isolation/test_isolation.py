@@ -96,6 +96,7 @@ def test_wrong_answer_is_told_in_full(session: IsolatedSession, told: dict[tuple
     assert f"replay: conformance replay --backend {name('Lies')} --isolate '" in text
 
 
+@pytest.mark.slow
 def test_crash_is_made_small(session: IsolatedSession) -> None:
     larger = Case((Step((Request(0, faults.TRIGGER), Request(0, 1, uid=1))),), page_size=2)
     campaign = Campaign([asker(session, "Leaves")], given=[larger])

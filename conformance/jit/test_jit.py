@@ -170,6 +170,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "base"
 
 
+@pytest.mark.slow
 def test_what_is_compiled_once_stays(stand_in: Path) -> None:
     out = io.StringIO()
     names = ["kernel:fi-prefill", "kernel:fi-merge"]
@@ -224,6 +225,7 @@ def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+@pytest.mark.slow
 def test_prebuilding(stand_in: Path, toolkit: Path, tmp_path: Path) -> None:
     del stand_in
     assert prebuild.cuda_home() == toolkit

@@ -30,6 +30,7 @@ def test_correct_backends_pass(name: str) -> None:
         run_state_machine_as_test(machine_for(session.askers[0], CASE), settings=FEW)
 
 
+@pytest.mark.slow
 def test_a_fault_is_told_with_its_session() -> None:
     planted = MUTANTS["stored_where_the_last_batch_was"]
     with Session([planted.base]) as session:

@@ -36,6 +36,7 @@ ALWAYS = (
 """And these: lazy bits, several results, in-place changes of shape, host reads, attention."""
 
 
+@pytest.mark.slow
 def test_operators(full: cuda.Simulation) -> None:
     del full
     chosen = [op for i, op in enumerate(opinfo.operators()) if i % STEP == 0 or opinfo.name_of(op) in ALWAYS]
