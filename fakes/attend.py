@@ -91,7 +91,8 @@ def attend(
     sink = None if sinks is None else np.tile(sinks.reshape(num_kv_heads, 1, group), (1, rows, 1))
     if sink is not None:
         sink = sink.reshape(num_kv_heads, packed_rows, 1)
-    small = sink is None and _bound(query) * _bound(keys) * dim_qk < SAFE_SCORE
+    limit = _bound(query) * _bound(keys) * dim_qk
+    small, strange = sink is None and limit < SAFE_SCORE, not np.isfinite(limit)
     if small:
         top[:] = 0.0
     scores_in_all = num_qo_heads * (spans[-1].q_end - spans[0].q_start) * len(slots)
@@ -136,6 +137,8 @@ def attend(
                 scores = soft_cap * np.tanh(scores / soft_cap)
             if bias is not None:
                 scores += bias
+                if strange:  # a score that is NaN is masked as well
+                    np.copyto(scores, -np.inf, where=np.isneginf(bias))
             if not small:
                 peak = top[:, at]
                 np.maximum.reduce(scores, axis=-1, keepdims=True, initial=-np.inf, out=peak)

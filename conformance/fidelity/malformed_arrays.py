@@ -59,7 +59,7 @@ def _headless_lens(draft: Draft, target: str, random: Random) -> None:
     draft.arrays["seq_lens"] = ints(draft.call.kv_lens)
 
 
-@named("offset", sums_of, rare=("kv_indptr",))
+@named("offset", sums_of, rare=True)
 def _offset(draft: Draft, target: str, random: Random) -> None:
     """From 1 instead of 0."""
     draft.arrays[target] = draft.arrays[target] + 1

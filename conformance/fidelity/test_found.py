@@ -42,6 +42,11 @@ BEHIND = (
     '"page_size":16,"qo_lens":[1,1],"seed":39954,"variant":"window","window_left":4}'
 )
 
+SPOILT = (
+    '{"causal":true,"entry":"fi.prefill.fa2","kv_lens":[200],"malformations":["last_page:above"],"num_qo_heads":8,'
+    '"page_size":16,"poisoned":true,"qo_lens":[40]}'
+)
+
 FOUND = [
     # a custom mask does not switch the compiled window off
     (
@@ -159,6 +164,20 @@ FOUND = [
         "0.6.6",
         "undefined",
     ),
+    # the packed mask was made for shorter pages than the cache has
+    (
+        '{"custom_mask":true,"entry":"fi.prefill.fa2","kv_lens":[60],"malformations":["page_size:half"],"page_size":16,'
+        '"qo_lens":[9]}',
+        "0.6.6",
+        "undefined",
+    ),
+    # buffers of 64-bit numbers have as many entries as others
+    (
+        '{"entry":"fi.graph_decode.tensor_core","kv_lens":[5,9],"malformations":["int64_buffers:buffers"],"page_size":16,'
+        '"qo_lens":[1,1]}',
+        "0.6.6",
+        "wrong",
+    ),
     # a request without rows and keys before a window are not read
     (
         '{"entry":"fi.prefill.fa2","kv_lens":[5,6],"malformations":["shorter:indices"],"qo_lens":[1,0]}',
@@ -214,6 +233,21 @@ def test_a_decode_block_that_sees_no_key_weighs_all_that_it_takes() -> None:
     assert seen.numbers is not None
     expected = sketch(values.mean(dim=0)[None].numpy(), np.full((1, 1), SENTINEL))
     assert differ(seen.numbers, expected) == ""
+
+
+def test_nan_spoils_the_rows_whose_tile_loads_it() -> None:
+    call = from_json(SPOILT)
+    draft = drafted(call)
+    q, k, v = (draft.tensors[name] for name in ("q", "k", "v"))
+    pages = draft.arrays["indices"].long()
+    keys, values = (t[pages].reshape(-1, 1, 128)[:192] for t in (k, v))
+    out, lse = dense(q[:16], keys, values, causal=True)  # of 200 + 16 keys the first tile's 16 rows see 192
+    with on_fakes({}) as ask:
+        seen = ask(call)
+    assert seen.numbers is not None
+    assert differ(seen.numbers[:16], sketch(out.numpy(), lse.numpy() / LN2)) == ""
+    assert np.isnan(seen.numbers[16:, :, :-1]).all()
+    assert np.isfinite(seen.numbers[16:24, :, -1]).all()  # loaded, and not seen
 
 
 def test_a_projection_that_is_small_by_chance_makes_no_difference() -> None:

@@ -12,9 +12,8 @@ import torch
 
 from fakes import attend as numbers
 from fakes import releases
-from fakes.flashinfer import cutting, staging
+from fakes.flashinfer import cutting, loads, staging
 from fakes.flashinfer.plans import Plan
-from fakes.flashinfer.spans import FA3_KEYS
 from fakes.modes import illegal_access
 from fakes.recorder import Attended, Call, Span
 
@@ -22,8 +21,6 @@ SENTINEL = -5.0e4
 """Log2-sum-exp of a row without keys before 0.7.2: the masked score, which is finite there."""
 
 LN2 = math.log(2.0)
-
-_TILE_Q = {64: 192}
 
 
 @dataclass(slots=True)
@@ -127,6 +124,37 @@ def execute(
         k_scale=launch.k_scale,
         v_scale=launch.v_scale,
     )
+    if launch.layout != "ragged" and np.isnan(exact.sum()):
+
+        def again(i: int, rows: slice, keys: loads.Range) -> tuple[np.ndarray, np.ndarray]:
+            span, visible = spans[i], None if seen is None else seen[i]
+            if visible is None:
+                visible = cutting.windowed(
+                    span.q_end - span.q_start, len(span.slots), launch.window_left, causal=launch.causal
+                )
+            return numbers.attend(
+                q[span.q_start + rows.start : span.q_start + rows.stop],
+                k,
+                v,
+                (Span(0, rows.stop - rows.start, span.slots[slice(*keys)]),),
+                layout=launch.layout,
+                scale=launch.scale * launch.q_scale,
+                soft_cap=launch.soft_cap,
+                custom=[visible[rows, slice(*keys)]],
+                k_scale=launch.k_scale,
+                v_scale=launch.v_scale,
+            )
+
+        loads.without_unloaded(
+            plan,
+            spans,
+            exact,
+            exact_lse,
+            group=group,
+            causal=launch.causal,
+            window=launch.first_window,
+            again=again,
+        )
     exact_lse /= LN2
     _end_empty_rows(launch, spans, seen, v, exact, exact_lse)
     cutting.drop_uncut(plan, spans, exact, exact_lse, group, 0.0 if launch.zeroed else np.nan)
@@ -218,8 +246,8 @@ def _end_empty_rows(
     if launch.plan.kernel != "fa3" or not (launch.causal or launch.blind):
         return
     dim = v.shape[-1]
-    tile_q = _TILE_Q.get(dim, 128)
-    tile_kv = FA3_KEYS.get(dim, 96)
+    tile_q = loads.FA3_ROWS.get(dim, 128)
+    tile_kv = loads.FA3_KEYS.get(dim, 96)
     if launch.layout == "ragged":
         tile_kv = 128 if dim in (64, 128) else 64
     cap = launch.soft_cap if launch.soft_cap > 0 else launch.scale * launch.q_scale

@@ -81,6 +81,9 @@ def unpacked(bits: torch.Tensor, offsets: np.ndarray, spans: Sequence[Span]) -> 
         need = -(-count * length // 8)
         block = memory[offsets[i] : offsets[i] + need]
         if block.size < need:
+            reads_foreign(
+                f"the packed mask has {memory.size} bytes, request {i} reads to byte {offsets[i] + need}"
+            )
             block = np.concatenate((block, np.zeros(need - block.size, np.uint8)))
         seen = np.unpackbits(block, bitorder="little", count=count * length) if count * length else block[:0]
         masks.append(seen.reshape(count, length).astype(np.bool_))

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from fakes.flashinfer import cutting
+from fakes.flashinfer import cutting, loads
 from fakes.flashinfer.arrays import first, words
 from fakes.flashinfer.plans import Plan
 from fakes.modes import UndefinedRead
@@ -15,9 +15,6 @@ from fakes.modes import outside as outside_of
 from fakes.recorder import Span, reads_foreign
 
 _NOTHING = np.empty(0, dtype=np.int64)
-
-FA3_KEYS = {64: 96, 128: 96, 256: 32}
-"""Keys in a tile of paged fa3, by head dim."""
 
 
 def paged(
@@ -73,7 +70,9 @@ def paged(
             0 if b == a else (b - a - 1) * page_size + tail
             for a, b, tail in zip(starts, starts[1:], tails, strict=False)
         ]
-        last_entry = num_rows if plan.kernel == "cuda_core" else kv.size - 1
+        last_entry = num_rows if plan.kernel == "cuda_core" else kv_indptr.shape[0] - 1
+        if plan.kernel == "cuda_core" and plan.scratch and num_rows > batch:
+            reads_foreign(f"results of {num_rows} rows are merged, the plan says where those of {batch} are")
         if last_entry < kv.size:
             end = int(kv[last_entry]) * page_size
         else:
@@ -181,12 +180,8 @@ def _in_pool(
     outside = (slots < 0) | (slots >= page_size * num_pages)
     if not outside.any():
         return slots
-    first = 0  # key that is loaded
-    if window >= 0 and plan.kernel == "fa2":
-        first = max(length - count - window, 0)
-    elif window >= 0 and plan.kernel == "fa3":
-        keys = FA3_KEYS.get(plan.head_dim, 96)
-        first = max((length - count - window) // keys - 1, 0) * keys
+    span = Span(0, count, np.zeros(length, dtype=np.int64))
+    first = min((a for a, _ in loads.ranges(plan, span, group=1, causal=False, window=window)), default=0)
     loaded = slots[first:] if count else _NOTHING
     strange = loaded[(loaded < 0) | (loaded >= page_size * num_pages)]
     if strange.size:
