@@ -9,7 +9,7 @@ from fakes.cuda.full import opinfo
 
 pytest.importorskip("expecttest", reason="torch's sample inputs need the package expecttest")
 
-STEP = 40
+STEP = 80
 """Every so manieth operator is asked here."""
 ALWAYS = (
     *("fft.fft", "fft.irfft2", "view_as_real", "real", "imag", "resolve_conj", "linalg.eig", "svd", "unique"),
