@@ -62,7 +62,7 @@ def observe_fakes(
 
 def sees_gpu() -> bool:
     """Whether torch finds a real GPU in this process, where no device can be simulated then."""
-    return cuda.current() is None and torch.cuda.is_available()
+    return cuda.current() is None and torch.backends.cuda.is_built() and torch.cuda.device_count() > 0
 
 
 def _fake_workers(versions: Mapping[str, str], size: int) -> Pool:
@@ -124,10 +124,10 @@ def observe_real(
         for_each = _Asking(pool, seen, told, kept)
         builds = variants(versions)
         for_each.calls(list(builds.values()), "kernel variants compiled", BUILD_DEADLINE, keep=False)
-        seen.versions = dict(pool.versions)
         last = {call for call in calls if expected.get(call, _SOUND).kind in ("crashed", "hung", "undefined")}
         for_each.calls([call for call in calls if call not in last], "calls")
         for_each.calls([call for call in calls if call in last], "calls that may crash", HANG_DEADLINE)
+        seen.versions = dict(pool.versions) or seen.versions
         if rules:
             for_each.rules([rule.id for rule in rules_of(seen.versions)])
     seen.calls = {call: seen.calls[call] for call in calls}

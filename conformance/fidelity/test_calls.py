@@ -56,7 +56,7 @@ def test_every_entry_point_is_asked_sound_calls() -> None:
 
 
 def test_a_malformation_changes_what_is_handed_over_and_not_what_is_meant() -> None:
-    for call in MANY[:200]:
+    for call in MANY[:84]:
         plain, spoilt = sound(call), drafted(call)
         assert all((a == b).all() for a, b in zip(plain.expected, spoilt.expected, strict=True))
     draft = drafted(

@@ -184,12 +184,14 @@ class Pool:
         """
         died = None
         for _ in range(STARTS):
-            worker = self._idle.get()
+            try:
+                worker = self._idle.get_nowait()
+            except Empty:
+                worker = self._start()
             died = worker.wait_ready()
             if died is None:
                 self.versions = worker.versions or {}
                 return worker
-            self._idle.put(self._start())
         raise WorkerError(f"worker processes do not start: {died.how if died else ''}")
 
     def ask(
@@ -224,7 +226,8 @@ class Pool:
                     if gone:
                         worker.end()
                         worker = None
-                        self._idle.put(self._start())
+                        if not waiting.empty():
+                            self._idle.put(self._start())
                     with lock:
                         told(task, answer)
             except BaseException as error:  # noqa: BLE001 - raised again below, in the thread that asked

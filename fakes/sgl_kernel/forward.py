@@ -96,11 +96,14 @@ def _attend(
     reading: Keys,
     mask: Visible,
 ) -> tuple[np.ndarray, np.ndarray]:
-    lost = reading.lost
-    if lost:
+    lost = {i for i in reading.lost if spans[i].q_end > spans[i].q_start}  # no block reads keys for no rows
+    if reading.lost:
         nothing = np.empty(0, dtype=np.int64)
-        spans = tuple(Span(s.q_start, s.q_end, nothing) if i in lost else s for i, s in enumerate(spans))
-        _look_outside(args, reading)
+        spans = tuple(
+            Span(s.q_start, s.q_end, nothing) if i in reading.lost else s for i, s in enumerate(spans)
+        )
+    if lost:
+        _look_outside(args, reading, lost)
     k, v = cuda.host(args.k), cuda.host(args.v)
     if reading.zeros:
         k, v = (torch.cat((t, t.new_zeros(reading.zeros, *t.shape[1:]))) for t in (k, v))
@@ -127,18 +130,18 @@ def _attend(
     return out, lse
 
 
-def _look_outside(args: Forward, reading: Keys) -> None:
-    """Say that keys are read from outside of the cache.
+def _look_outside(args: Forward, reading: Keys, lost: set[int]) -> None:
+    """Say that keys of these requests are read from outside of the cache.
 
     Raises:
         RuntimeError: from too far away to find any memory.
     """
-    slots = np.concatenate([reading.slots[index] for index in sorted(reading.lost)])
+    slots = np.concatenate([reading.slots[index] for index in sorted(lost)])
     slots = slots[slots >= (UNREADABLE + 1) * reading.page_size]  # what no page number led to
     distance = int(np.abs(slots).max(initial=0)) * args.k.stride(1) * args.k.element_size()
     if distance > modes.FAR:
         raise modes.illegal_access(f"a key is read {distance >> 30} GiB from the cache")
-    recorder.reads_foreign(f"request {min(reading.lost)} reads keys outside of the cache")
+    recorder.reads_foreign(f"request {min(lost)} reads keys outside of the cache")
 
 
 def _scales(args: Forward, shape: Shape) -> tuple[float | np.ndarray, float | np.ndarray]:
