@@ -30,6 +30,7 @@ class MyBackend:
         library=frozenset({"sgl_kernel"}),
         head_dims=frozenset({(64, 64), (128, 128)}),
         lse="e",
+        reads_unowned_slots=True,
     )
 
     def __init__(self, engine: EngineContext) -> None:
