@@ -198,6 +198,17 @@ FOUND = [
 ]
 
 
+def test_rows_that_the_plan_places_elsewhere_hold_zeros() -> None:
+    call = from_json(
+        '{"entry":"fi.prefill.fa2","kv_lens":[9,8],"malformations":["strided:qo_indptr"],"qo_lens":[5,0]}'
+    )
+    with on_fakes({}) as ask:
+        seen = ask(call)
+    assert seen.numbers is not None
+    assert (seen.numbers[..., :-1] == 0).all()
+    assert np.isnan(seen.numbers[..., -1]).all()
+
+
 def test_rows_that_no_tile_computes_hold_zeros() -> None:
     with on_fakes({}) as ask:
         seen = ask(from_json(FOUND_ZEROS))

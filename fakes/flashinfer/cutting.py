@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from fakes.attend import uncovered
 from fakes.flashinfer.plans import Plan
 from fakes.flashinfer.schedule import decode_step
 from fakes.modes import WouldHang
@@ -144,14 +145,14 @@ def blinded_decode(plan: Plan, length: int) -> int:
 
 def drop_uncut(
     plan: Plan, spans: Sequence[Span], out: np.ndarray, lse: np.ndarray, group: int, blank: float
-) -> None:
+) -> bool:
     """Make `blank` what the plan cut no tile for: heads (fa3), packed rows (fa2). Split ones are merged all the same.
 
-    `group`: query heads of a KV head.
+    `group`: query heads of a KV head. Returns whether there were such.
     """
     num_qo_heads = out.shape[1]
     if not plan.batch_size:  # of a call that is not planned
-        return
+        return False
     if plan.kernel == "fa3":
         if num_qo_heads < plan.num_qo_heads and any(span.q_end > span.q_start for span in spans):
             reads_foreign(
@@ -160,9 +161,10 @@ def drop_uncut(
             )
         out[:, plan.num_qo_heads :] = blank
         lse[:, plan.num_qo_heads :] = np.nan
-        return
+        return num_qo_heads > plan.num_qo_heads
     if plan.kernel == "cuda_core" or (not plan.graph and group <= plan.num_qo_heads // plan.num_kv_heads):
-        return
+        return False
+    dropped = False
     schedule = plan.schedule()
     for tiles, span in zip(schedule.tiles, spans, strict=False):
         count = span.q_end - span.q_start
@@ -175,12 +177,14 @@ def drop_uncut(
         rows = slice(span.q_start, span.q_end)
         out[rows][packed >= cut] = blank
         lse[rows][packed >= cut] = np.nan
+        dropped = True
+    return dropped
 
 
 def placed(
     plan: Plan, spans: Sequence[Span], out: np.ndarray, lse: np.ndarray, rows: int, group: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Results where fa2 writes them: at the plan's own running count of rows, from 0.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Results where fa2 writes them: at the plan's own running count of rows, from 0. Also the rows written, None: all.
 
     `out`, `lse`: computed, row by row of q. `rows`: of q as it was handed over; rows behind them are foreign.
     """
@@ -188,7 +192,8 @@ def placed(
     if plan.kernel != "fa2" or all(
         (span.q_start, span.q_end) == edge for span, edge in zip(spans, edges, strict=False)
     ):
-        return out, lse
+        free = uncovered(spans, rows)
+        return out, lse, None if free is None else ~free
     schedule = plan.schedule()
     moved, moved_lse = np.full_like(out, np.nan), np.full_like(lse, np.nan)
     taken = np.zeros(rows, dtype=np.bool_)
@@ -206,4 +211,4 @@ def placed(
         taken[start : start + count] = True
         moved[start : start + count] = out[span.q_start : span.q_start + count]
         moved_lse[start : start + count] = lse[span.q_start : span.q_start + count]
-    return moved, moved_lse
+    return moved, moved_lse, taken

@@ -157,15 +157,17 @@ def execute(
         )
     exact_lse /= LN2
     _end_empty_rows(launch, spans, seen, v, exact, exact_lse)
-    cutting.drop_uncut(plan, spans, exact, exact_lse, group, 0.0 if launch.zeroed else np.nan)
-    exact, exact_lse = cutting.placed(plan, spans, exact, exact_lse, rows, group)
+    dropped = cutting.drop_uncut(plan, spans, exact, exact_lse, group, 0.0 if launch.zeroed else np.nan)
+    exact, exact_lse, written = cutting.placed(plan, spans, exact, exact_lse, rows, group)
     if missing > 0:
         exact, exact_lse = exact[:rows].copy(), exact_lse[:rows].copy()
-    idle: np.ndarray | None = None
-    if numbers.uncovered(spans, rows) is not None:
-        idle = np.asarray(np.isnan(exact_lse).all(axis=1))
+    idle = None if written is None else ~written
+    if dropped:
+        none = np.asarray(np.isnan(exact_lse).all(axis=1))
+        idle = none if idle is None else idle | none
     if idle is not None and launch.zeroed:
         exact[idle] = 0.0
+        exact_lse[idle] = np.nan
         idle = None
     numbers.rounded(exact, out.dtype, out, idle)
     if lse is not None:
