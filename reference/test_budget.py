@@ -166,8 +166,8 @@ def test_lse_budget_counts_the_keys_of_zero_queries(dtype: torch.dtype) -> None:
 def summed_on_tensor_cores(weights: torch.Tensor) -> float:
     """Float32 sum of 1-d weights, eight at a time, each partial sum cut to 24 bits instead of rounded."""
     total = torch.zeros((), dtype=torch.float64)
-    for part in weights.to(torch.float64).split(8):
-        mantissa, exponent = torch.frexp(total + part.sum())
+    for start in range(0, len(weights), 8):
+        mantissa, exponent = torch.frexp(total + weights[start : start + 8].to(torch.float64).sum())
         total = torch.ldexp((mantissa * 2**24).trunc() / 2**24, exponent)
     return float(total)
 
