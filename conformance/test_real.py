@@ -180,6 +180,7 @@ def test_budgets_allow_the_tanh_of_the_hardware() -> None:
     case = Case(
         (Step((KernelRequest(1, 1),), "decode", "decode"),),
         level="kernel",
+        dtype="float32",
         num_layers=1,
         mask=Mask(soft_cap=1.0),
     )
