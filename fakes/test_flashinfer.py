@@ -355,7 +355,9 @@ def test_releases_are_selected_for_a_block() -> None:
         assert not hasattr(make(LAB, "fa2"), "end_forward")
     assert not releases.at_least("flashinfer", "0.7.2")
     with (
-        pytest.raises(ValueError, match=r"no fake of flashinfer 0\.1; known releases: 0\.6\.6, 0\.7\.2, 0\.7\.4"),
+        pytest.raises(
+            ValueError, match=r"no fake of flashinfer 0\.1; known releases: 0\.6\.6, 0\.7\.2, 0\.7\.4"
+        ),
         releases.select(flashinfer="0.1"),
     ):
         pass
