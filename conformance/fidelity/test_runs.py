@@ -169,9 +169,11 @@ def test_workers_that_do_not_start_are_told(scripts: Path, monkeypatch: pytest.M
 
 
 def test_a_worker_that_fills_memory_is_killed(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "MEMORY_LIMIT", 1 << 20)
+    monkeypatch.setattr(workers, "MEMORY_LIMIT", 1 << 28)  # more than a process needs to start
     monkeypatch.setattr(workers, "MEMORY_CHECK", 0.05)
-    (scripts / "hoarder.py").write_text(SAYS.format('{"versions": {}}') + "time.sleep(600)\n")
+    (scripts / "hoarder.py").write_text(
+        SAYS.format('{"versions": {}}') + "hoard = b'x' * (1 << 29)\ntime.sleep(600)\n"
+    )
     answers: list[object] = []
     with Pool("hoarder", 1, (), spares=0) as pool:
         pool.ask([{"call": 1}], deadline=lambda _: 60.0, told=lambda _, answer: answers.append(answer))
