@@ -142,6 +142,7 @@ class FlashAttention(MiniSGLBackend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         library=frozenset({"sgl_kernel"}),
         head_dims=frozenset(dims for dims in FA_HEAD_DIMS if dims[0] == dims[1]),
+        reads_unowned_slots=True,  # as backends.fa
         cuda_graph=True,
     )
     backend_class = ("fa", "FlashAttentionBackend")

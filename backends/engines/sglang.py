@@ -200,6 +200,7 @@ class FlashAttention(SGLangBackend):
         head_dims=FA_HEAD_DIMS,
         window=True,
         soft_cap=True,
+        reads_unowned_slots=True,  # as backends.fa
         cuda_graph=True,
     )
     backend_class = ("flashattention_backend", "FlashAttentionBackend")
