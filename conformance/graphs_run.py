@@ -65,6 +65,11 @@ class Replay:
     moved: list[str] = field(default_factory=list[str])
     overrun: list[str] = field(default_factory=list[str])
 
+    @property
+    def how(self) -> str:
+        """What findings call it."""
+        return f"replayed for {self.size} requests"
+
 
 @dataclass(slots=True)
 class GraphExecution:

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from cases.model import Case, Request, Step
 from cases.tensors import materialise
-from conformance.checks import graphs, inputs, lifecycle, lse, metadata, pool, values
+from conformance.checks import graphs
+from conformance.checks.stepwise import found_in
 from conformance.outcome import Finding
 from conformance.question import Question
 from conformance.trial import Trial
@@ -21,7 +22,6 @@ DRAWN_FROM = 16
 """Every so many cases, by seed, one is asked at its limits."""
 MAX_TOKENS = 1024
 """Tokens of the largest batch that is asked."""
-_JUDGES = (metadata.check, lifecycle.check, values.check, lse.check, pool.check, inputs.check)
 
 
 def check(trial: Trial) -> list[Finding] | None:
@@ -44,7 +44,7 @@ def overruns(trial: Trial) -> list[Finding]:
         Finding(
             check=NAME,
             step=at.step,
-            message=f"replayed for {at.size} requests: something was written past the end of {buffer}",
+            message=f"{at.how}: something was written past the end of {buffer}",
         )
         for at in (done.replays if done else ())
         for buffer in at.overrun[:1]
@@ -75,7 +75,7 @@ def _faults(trial: Trial, full: Case, *, more_room: bool) -> list[Finding]:
         plan = replace(tensors.plan, num_rows=tensors.plan.num_rows + 4 * count)
         tensors = replace(tensors, plan=plan)
     there = Trial(Question(full, tensors), trial.asker)
-    found = [f for judge in _JUDGES for f in judge(there) or ()]
+    found = list(found_in(there))
     if there.graphs is not None:
         found += [*graphs.findings(there, there.graphs), *overruns(there)]
     return found

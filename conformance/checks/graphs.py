@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from conformance import reading
-from conformance.checks import inputs, lifecycle, lse, metadata, pool, values
+from conformance.checks import pool, values
+from conformance.checks.stepwise import found_in
 from conformance.compare import describe
 from conformance.decode import ReadSpan, read_spans
 from conformance.execution import LayerRun
@@ -22,7 +23,6 @@ from conformance.trial import Trial
 from fakes.recorder import Attended
 
 NAME = "graphs"
-_EAGER = (metadata.check, lifecycle.check, values.check, lse.check, pool.check, inputs.check)
 
 
 def check(trial: Trial) -> list[Finding] | None:
@@ -32,7 +32,7 @@ def check(trial: Trial) -> list[Finding] | None:
     found = findings(trial, done)
     if not found:
         return found
-    wrong = {f.step for eager in _EAGER for f in eager(trial) or ()}
+    wrong = {f.step for f in found_in(trial)}
     return [f for f in found if f.step not in wrong and (f.step is not None or not wrong)]
 
 
@@ -45,7 +45,7 @@ def findings(trial: Trial, done: GraphExecution) -> list[Finding]:
             *_plans(at),
             *_memory(at),
             *_reads(trial, done, at),
-            *_outputs(trial, at.step, at.run.layers, f"replayed for {at.size} requests"),
+            *_outputs(trial, at.step, at.run.layers, at.how),
             *_padding(trial, at),
             *_pool(trial, done, at),
         ]
@@ -79,14 +79,10 @@ def _rules(done: GraphExecution, at: Replay) -> list[Finding]:
                 request=f.request,
                 field=f.argument,
                 rule=f.rule,
-                message=f"{_replayed(at)}: {f.message}",
+                message=f"{at.how}: {f.message}",
             )
             found.setdefault((f.rule, f.argument, f.request), finding)
     return list(found.values())
-
-
-def _replayed(at: Replay) -> str:
-    return f"replayed for {at.size} requests"
 
 
 def _plans(at: Replay) -> list[Finding]:
@@ -96,7 +92,7 @@ def _plans(at: Replay) -> list[Finding]:
         if plan is not None and plan.at.batch != at.step:
             when = f"step {plan.at.batch}" if plan.at.batch >= 0 else "the capture"
             message = (
-                f"{_replayed(at)}: {captured.call.name} executes the plan of {when}: "
+                f"{at.how}: {captured.call.name} executes the plan of {when}: "
                 "plan the graph's wrapper again before each replay"
             )
             return [Finding(check=NAME, step=at.step, layer=captured.layer, field="plan", message=message)]
@@ -110,7 +106,7 @@ def _memory(at: Replay) -> list[Finding]:
             check=NAME,
             step=at.step,
             field=path,
-            message=f"{_replayed(at)}: {path} stands elsewhere than at capture: the graph reads the old memory",
+            message=f"{at.how}: {path} stands elsewhere than at capture: the graph reads the old memory",
         )
         for path in at.moved[:1]
     ]
@@ -136,7 +132,7 @@ def _reads(trial: Trial, done: GraphExecution, at: Replay) -> list[Finding]:
             if wrong is not None:
                 found += _fields(trial, at, calls)
                 request, message = wrong
-                message = f"{_replayed(at)}: {message}"
+                message = f"{at.how}: {message}"
                 found.append(Finding(check=NAME, step=at.step, layer=layer, request=request, message=message))
         found += _foreign(done, at, layer, padding)
         if found:
@@ -172,7 +168,7 @@ def _fields(trial: Trial, at: Replay, calls: list[CapturedCall]) -> list[Finding
             step=at.step,
             request=field.request,
             field=field.field,
-            message=f"{_replayed(at)}: {field.message}",
+            message=f"{at.how}: {field.message}",
         )
         for captured in calls
         for given in (captured.plan, captured.call if captured.again else None)
@@ -190,7 +186,7 @@ def _foreign(done: GraphExecution, at: Replay, layer: int, padding: list[ReadSpa
         owner = next((i for i, own in enumerate(step.placed.slots) if foreign[0] in own), None)
         whose = "nobody's" if owner is None else f"request {owner}'s"
         message = (
-            f"{_replayed(at)}: row {span.first_row}, which pads the batch, reads {len(span.k_slots)} keys, among them "
+            f"{at.how}: row {span.first_row}, which pads the batch, reads {len(span.k_slots)} keys, among them "
             f"slot {foreign[0]} ({whose}); a dummy has slot {dummy} alone: its row still holds an earlier batch"
         )
         return [Finding(check=NAME, step=at.step, layer=layer, message=message)]
@@ -218,7 +214,7 @@ def _padding(trial: Trial, at: Replay) -> list[Finding]:
         bad = (~torch.isfinite(rows)).flatten(1).any(1).nonzero()
         if len(bad):
             message = (
-                f"{_replayed(at)}: row {first + int(bad[0])}, which pads the batch, is not finite: "
+                f"{at.how}: row {first + int(bad[0])}, which pads the batch, is not finite: "
                 "whatever looks at the whole batch, a quantisation scale for one, spreads it"
             )
             return [Finding(check=NAME, step=at.step, layer=layer, message=message)]
@@ -233,7 +229,7 @@ def _pool(trial: Trial, done: GraphExecution, at: Replay) -> list[Finding]:
     for which, after in zip("kv", at.run.pool, strict=True):
         want = done.room.pool(at.step, which, nan=done.steps.nan, after=True)[:, :-1]
         found += [
-            replace(f, check=NAME, message=f"{_replayed(at)}: {f.message}")
+            replace(f, check=NAME, message=f"{at.how}: {f.message}")
             for f in pool.difference(trial, at.step, which, after[:, :-1], want)
         ]
     return found

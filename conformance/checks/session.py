@@ -10,21 +10,12 @@ from dataclasses import replace
 
 from cases.model import Case, Request, Step
 from cases.tensors import CaseTensors
-from conformance.checks import inputs, lifecycle, lse, metadata, poison, pool, values
+from conformance.checks.stepwise import STEPWISE, found_by
 from conformance.outcome import Finding
 from conformance.question import Question
 from conformance.trial import Trial
 
 NAME = "session"
-_OF_A_STEP = {
-    "metadata": metadata.check,
-    "lifecycle": lifecycle.check,
-    "values": values.check,
-    "lse": lse.check,
-    "pool": pool.check,
-    "poison": poison.check,
-    "inputs": inputs.check,
-}
 
 
 def check(trial: Trial) -> list[Finding] | None:
@@ -32,21 +23,15 @@ def check(trial: Trial) -> list[Finding] | None:
         return None
     fresh: dict[int, Trial] = {}
     of_history: dict[int, list[str]] = {}
-    for name in _OF_A_STEP:
-        step = min((f.step for f in _found(trial, name) if f.step is not None), default=0)
+    for name in STEPWISE:
+        step = min((f.step for f in found_by(trial, name) if f.step is not None), default=0)
         if not step:
             continue
         if step not in fresh:
             fresh[step] = _alone(trial, step)
-        if not _found(fresh[step], name):
+        if not found_by(fresh[step], name):
             of_history.setdefault(step, []).append(name)
     return [_finding(step, names) for step, names in sorted(of_history.items())]
-
-
-def _found(trial: Trial, name: str) -> list[Finding]:
-    if name not in trial.found:
-        trial.found[name] = _OF_A_STEP[name](trial)
-    return trial.found[name] or []
 
 
 def _finding(step: int, names: list[str]) -> Finding:
