@@ -127,10 +127,6 @@ class GraphRunner:
         index = bisect_left(self.sizes, num_reqs)
         return self.sizes[index] if index < len(self.sizes) else None
 
-    def can_run(self, batch: Batch) -> bool:
-        """Whether there is a graph for this batch."""
-        return batch.is_decode and self.size_for(len(batch.reqs)) is not None
-
     def pad(self, batch: Batch) -> None:
         """Add dummies up to the next captured size; do this before the backend prepares the batch.
 
