@@ -10,7 +10,7 @@ import torch
 from fakes import cuda, releases
 from fakes.flashinfer import paged_run, rules
 from fakes.flashinfer.arrays import lengths_by_pages, upload
-from fakes.flashinfer.fast_plan import fast_decode_plan
+from fakes.flashinfer.fast_plan import fast_decode_plan, require_room
 from fakes.flashinfer.plans import (
     Plan,
     check_compiled,
@@ -259,15 +259,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             with cuda.paused():
                 self._qo_indptr_buf = cuda.adopt(torch.arange(batch_size + 1, dtype=torch.int32))
             return
-        if batch_size != self._fixed_batch_size:
-            raise ValueError(
-                f"The batch size should be fixed in cudagraph mode, the runtime batch size {batch_size}  "
-                "mismatches "
-                f"the batch size set during initialization {self._fixed_batch_size}"
-            )
-        room = self._paged_kv_indices_buf.shape[0]
-        if indices.shape[0] > room:
-            raise ValueError("The size of indices should be less than or equal to the allocated buffer")
+        require_room(self, batch_size, indices.shape[0])
         self._paged_kv_indptr_buf.copy_(indptr, non_blocking=non_blocking)
         self._paged_kv_last_page_len_buf.copy_(last_page_len, non_blocking=non_blocking)
         self._paged_kv_indices_buf[: len(indices)].copy_(indices, non_blocking=non_blocking)

@@ -50,13 +50,7 @@ def fast_decode_plan(
     with cuda.paused():
         batch_size = last_page_len.shape[0]
     if self._use_cuda_graph:
-        if batch_size != self._fixed_batch_size:
-            raise ValueError(
-                f"The batch size should be fixed in cudagraph mode, the runtime batch size {batch_size}  mismatches "
-                f"the batch size set during initialization {self._fixed_batch_size}"
-            )
-        if indices.shape[0] > self._paged_kv_indices_buf.shape[0]:
-            raise ValueError("The size of indices should be less than or equal to the allocated buffer")
+        require_room(self, batch_size, indices.shape[0])
     else:
         self._paged_kv_indptr_buf = indptr
         self._paged_kv_indices_buf = indices
@@ -97,6 +91,21 @@ def fast_decode_plan(
     self._window_left, self._logits_soft_cap, self._sm_scale = window_left, logits_soft_cap or 0.0, sm_scale
     self._rope_scale, self._rope_theta = rope_scale, rope_theta
     self._late = ()
+
+
+def require_room(wrapper: Any, batch_size: int, num_indices: int) -> None:
+    """Hold a plan in CUDA-graph mode to the buffers that a decode wrapper was made with.
+
+    Raises:
+        ValueError: another batch size than the buffers', or more indices than they hold.
+    """
+    if batch_size != wrapper._fixed_batch_size:
+        raise ValueError(
+            f"The batch size should be fixed in cudagraph mode, the runtime batch size {batch_size}  mismatches "
+            f"the batch size set during initialization {wrapper._fixed_batch_size}"
+        )
+    if num_indices > wrapper._paged_kv_indices_buf.shape[0]:
+        raise ValueError("The size of indices should be less than or equal to the allocated buffer")
 
 
 def _compare(
