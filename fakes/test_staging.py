@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
-from fakes import cuda, flashinfer, recorder
+from fakes import flashinfer, recorder
+from fakes.cuda.watched import simulated
 
 RULE = "fi.staging-in-flight"
 
 
 @pytest.fixture(autouse=True, params=["light", "full"])
 def _device(request: pytest.FixtureRequest) -> Iterator[None]:
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(cuda.simulated_cuda(request.param))
-        except cuda.DeviceUnavailable as error:
-            pytest.skip(str(error))
+    for _ in simulated(request.param):
         yield
 
 

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
 from fakes import cuda
 from fakes.cuda.claims import real_gpu
-
-
-def simulated(kind: str) -> Iterator[cuda.Simulation]:
-    """A simulated device, or a skip that says why it cannot be had."""
-    with ExitStack() as stack:
-        try:
-            simulation = stack.enter_context(cuda.simulated_cuda("full" if kind == "full" else "light"))
-        except cuda.DeviceUnavailable as reason:
-            pytest.skip(str(reason))
-        yield simulation
+from fakes.cuda.watched import simulated
 
 
 @pytest.fixture(params=["light", "full"])

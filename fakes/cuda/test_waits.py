@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 import pytest
 import torch
 
-from fakes import cuda
 from fakes.cuda.streams import Streams
-from fakes.cuda.watched import watched
+from fakes.cuda.watched import simulated, watched
 
 Tensor = torch.Tensor
 
 
 @pytest.fixture(autouse=True, params=["light", "full"])
 def _device(request: pytest.FixtureRequest) -> Iterator[None]:
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(cuda.simulated_cuda(request.param))
-        except cuda.DeviceUnavailable as error:
-            pytest.skip(str(error))
+    for _ in simulated(request.param):
         yield
 
 

@@ -1,11 +1,14 @@
-"""A watcher for tests: it keeps what a simulated device notices."""
+"""For tests: a simulated device, and a watcher that keeps what it notices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+import pytest
+
+from fakes import cuda
 from fakes.cuda import watch
 
 
@@ -32,3 +35,13 @@ def watched() -> Iterator[Watched]:
         yield watcher
     finally:
         watch.watchers.remove(watcher)
+
+
+def simulated(kind: str) -> Iterator[cuda.Simulation]:
+    """A simulated device, or a skip that says why it cannot be had."""
+    with ExitStack() as stack:
+        try:
+            simulation = stack.enter_context(cuda.simulated_cuda("full" if kind == "full" else "light"))
+        except cuda.DeviceUnavailable as reason:
+            pytest.skip(str(reason))
+        yield simulation
