@@ -5,7 +5,10 @@
 # pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from conformance.mutants.mutant import mutant
 
@@ -24,8 +27,6 @@ from conformance.mutants.mutant import mutant
 def _(cls: type[Any]) -> type[Any]:
     class NeverWaits(cls):
         def _plan_once(self, metadata: Any) -> None:
-            import torch
-
             self.last_event = torch.cuda.Event()
             super()._plan_once(metadata)
 
@@ -46,8 +47,6 @@ def _(cls: type[Any]) -> type[Any]:
 def _(cls: type[Any]) -> type[Any]:
     class RecordsTooEarly(cls):
         def _plan_once(self, metadata: Any) -> None:
-            import torch
-
             if metadata.initialized:
                 return
             early = torch.cuda.Event()
@@ -72,8 +71,6 @@ def _(cls: type[Any]) -> type[Any]:
 def _(cls: type[Any]) -> type[Any]:
     class RecordsElsewhere(cls):
         def _plan_once(self, metadata: Any) -> None:
-            import torch
-
             super()._plan_once(metadata)
             self.last_event.record(torch.cuda.Stream())
 
@@ -90,8 +87,6 @@ def _(cls: type[Any]) -> type[Any]:
     alone=True,
 )
 def _(cls: type[Any]) -> type[Any]:
-    from dataclasses import replace
-
     class ReadsBack(cls):
         def _attend(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any, **kw: Any) -> Any:
             metadata = batch.attn_metadata
@@ -116,8 +111,6 @@ def _(cls: type[Any]) -> type[Any]:
 def _(cls: type[Any]) -> type[Any]:
     class KeepsPinned(cls):
         def _to_device(self, values: list[int]) -> Any:
-            import torch
-
             kept = self.__dict__.setdefault("pinned", {})
             if len(values) not in kept:
                 kept[len(values)] = torch.empty(len(values), dtype=torch.int32, pin_memory=True)
@@ -138,8 +131,6 @@ def _(cls: type[Any]) -> type[Any]:
     device="full",
 )
 def _(cls: type[Any]) -> type[Any]:
-    from dataclasses import replace
-
     class ReadsEarly(cls):
         def prepare_metadata(self, batch: Any) -> None:
             super().prepare_metadata(batch)
@@ -165,8 +156,6 @@ def _(cls: type[Any]) -> type[Any]:
 def _(cls: type[Any]) -> type[Any]:
     class NeverWaits(cls):
         def prepare_for_replay(self, batch: Any) -> None:
-            import torch
-
             self.last_event = torch.cuda.Event()
             super().prepare_for_replay(batch)
 
