@@ -62,7 +62,8 @@ def attend(
         window_left: keys seen before the row's own, -1 for all.
         window_right: keys seen after it, -1 for all; `causal` goes before.
         soft_cap: 0 for none.
-        custom: one bool `[qo_len, kv_len]` per span, in place of `causal` and the window.
+        custom: one bool `[qo_len, kv_len]` per span, in place of `causal` and the window; `[qo_len, group, kv_len]`
+            where the query heads of a KV head see different keys.
         k_scale: dequantisation of k, a number or `[spans, num_kv_heads]`.
         v_scale: the same of v.
         sinks: float64 `[num_qo_heads]`: a score per head that takes weight and brings no value.
@@ -277,7 +278,11 @@ def _bias(mask: np.ndarray, group: int) -> tuple[np.ndarray | None, bool]:
     if mask.all():
         return None, False
     bias = np.where(mask, 0.0, -np.inf)
-    return np.repeat(bias, group, axis=0) if group > 1 else bias, not mask.any(axis=1).all()
+    if mask.ndim == 3:
+        bias = bias.reshape(-1, mask.shape[-1])
+    elif group > 1:
+        bias = np.repeat(bias, group, axis=0)
+    return bias, not mask.any(axis=-1).all()
 
 
 def _heads(scale: float | np.ndarray, span: int) -> float | np.ndarray:

@@ -47,6 +47,11 @@ SPOILT = (
     '"page_size":16,"poisoned":true,"qo_lens":[40]}'
 )
 
+AMONG_HEADS = (
+    '{"entry":"fi.prefill.fa2","kv_lens":[332,56,35,47],"malformations":["late:window_left"],"num_kv_heads":2,'
+    '"num_qo_heads":6,"page_size":1,"qo_lens":[1,1,13,1],"seed":59407}'
+)
+
 FOUND = [
     # a custom mask does not switch the compiled window off
     (
@@ -259,6 +264,23 @@ def test_nan_spoils_the_rows_whose_tile_loads_it() -> None:
     assert differ(seen.numbers[:16], sketch(out.numpy(), lse.numpy() / LN2)) == ""
     assert np.isnan(seen.numbers[16:, :, :-1]).all()
     assert np.isfinite(seen.numbers[16:24, :, -1]).all()  # loaded, and not seen
+
+
+def test_a_tile_may_begin_among_the_heads_of_a_row() -> None:
+    call = from_json(AMONG_HEADS)
+    draft = drafted(call)
+    q, k, v = (draft.tensors[name] for name in ("q", "k", "v"))
+    slots = draft.arrays["indices"].long()[332 + 56 :][:35]
+    with on_fakes({}) as ask:
+        seen = ask(call)
+    assert seen.numbers is not None
+    for head, first in (
+        (0, 18),
+        (1, 23),
+    ):  # packed rows 15 and 16 of tiles of 16: each begins 4 keys before its own
+        keys, values = (t[slots[first:], 0, 0][:, None] for t in (k, v))
+        out, lse = dense(q[7:8, head : head + 1], keys, values)
+        assert differ(seen.numbers[7:8, head : head + 1], sketch(out.numpy(), lse.numpy() / LN2)) == ""
 
 
 def test_a_projection_that_is_small_by_chance_makes_no_difference() -> None:

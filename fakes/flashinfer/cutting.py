@@ -91,6 +91,8 @@ def masks(
 ) -> list[np.ndarray] | None:
     """What is seen where chunks, tiles or a window that hides everything decide; `custom` where they do not.
 
+    Bool `[qo_len, kv_len]` of each span; `[qo_len, group, kv_len]` where a tile ends among the heads of a row.
+
     Args:
         plan: that the run executes.
         spans: requests.
@@ -116,18 +118,21 @@ def masks(
         seen = windowed(count, length, window_left, causal=causal) if custom is None else custom[i]
         if blind:
             seen = seen & (key > np.arange(count)[:, None] + length - count)
-        first = np.zeros(count, dtype=np.int64)
+        first = np.zeros((count, 1), dtype=np.int64)
         if plan.kernel == "fa2" and begin >= 0:
             tile = plan.schedule().tile_rows
             starts = (
-                np.arange(count) * group // tile * tile // group
-            )  # for each row the first one of its tile
-            first = np.maximum(starts + length - count - begin, 0)
+                np.arange(count * group) // tile * tile // group
+            )  # for each packed row its tile's first row
+            first = np.maximum(starts + length - count - begin, 0).reshape(count, group)
+            if (first == first[:, :1]).all():
+                first = first[:, :1]
+        per_head = seen[:, None, :]
         if tile_window >= 0:
-            seen = seen & (key >= first[:, None])
+            per_head = per_head & (key >= first[..., None])
         if chunk is not None:
-            seen = seen & (key < (first + plan.schedule().chunks[i] * chunk)[:, None])
-        found.append(seen)
+            per_head = per_head & (key < (first + plan.schedule().chunks[i] * chunk)[..., None])
+        found.append(per_head[:, 0] if per_head.shape[1] == 1 else per_head)
     return found
 
 

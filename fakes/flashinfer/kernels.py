@@ -140,7 +140,7 @@ def execute(
                 layout=launch.layout,
                 scale=launch.scale * launch.q_scale,
                 soft_cap=launch.soft_cap,
-                custom=[visible[rows, slice(*keys)]],
+                custom=[visible[rows, ..., slice(*keys)]],
                 k_scale=launch.k_scale,
                 v_scale=launch.v_scale,
             )

@@ -24,7 +24,9 @@ Range = tuple[int, int]
 
 
 def ranges(plan: Plan, span: Span, *, group: int, causal: bool, window: int) -> list[Range]:
-    """For each row of a paged request, the keys that its tile loads: first, and one past the last.
+    """For each packed row of a paged request, the keys that its tile loads: first, and one past the last.
+
+    Packed rows are the query heads of a KV head, row by row: `group` to a row.
 
     Args:
         plan: that the run executes.
@@ -35,16 +37,19 @@ def ranges(plan: Plan, span: Span, *, group: int, causal: bool, window: int) -> 
     """
     count, length = span.q_end - span.q_start, len(span.slots)
     if plan.kernel == "cuda_core" or not plan.batch_size:
-        return [(0, length)] * count
+        return [(0, length)] * (count * group)
     if plan.kernel == "fa3":
         rows, keys = FA3_ROWS.get(plan.head_dim, 128), FA3_KEYS.get(plan.head_dim, 96)
-        return [_of_fa3(row // rows, rows, keys, count, length, causal, window) for row in range(count)]
+        return [
+            _of_fa3(packed // group // rows, rows, keys, count, length, causal, window)
+            for packed in range(count * group)
+        ]
     schedule = plan.schedule()
     rows = schedule.tile_rows
     keys = _keys_at_once(rows, plan.head_dim)
     found: list[Range] = []
-    for row in range(count):
-        tile = row * group // rows
+    for packed in range(count * group):
+        tile = packed // rows
         first = max(length + tile * rows // group - count - window, 0) if window >= 0 else 0
         stop = length
         if causal:
@@ -99,6 +104,12 @@ def without_unloaded(
             if keys == (0, len(span.slots)):
                 continue
             first = found.index(keys)
-            rows = slice(first, first + found.count(keys))  # ranges rise with their tiles
+            end = first + found.count(keys)  # ranges rise with their tiles
+            rows = slice(first // group, -(-end // group))
+            packed = (
+                np.arange(rows.start, rows.stop)[:, None] * group + np.arange(out.shape[1])[None, :] % group
+            )
+            own = (packed >= first) & (packed < end)
             at = slice(span.q_start + rows.start, span.q_start + rows.stop)
-            out[at], lse[at] = again(i, rows, keys)
+            new_out, new_lse = again(i, rows, keys)
+            out[at][own], lse[at][own] = new_out[own], new_lse[own]
