@@ -13,10 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from backends.contract import Batch, Capabilities, EngineContext, Refused, Req, window_left
+from backends.fi_workspace import float_workspace
 from backends.refusal import refuse_undeclared
-
-WORKSPACE_BYTES = 128 * 1024 * 1024
-"""Split-KV scratch of a wrapper; the size that FlashInfer recommends."""
 
 TENSOR_CORE_GROUP = 4
 """Decode runs on tensor cores from this GQA group on; CUDA-core kernels exist for 1, 2 and 3 below it."""
@@ -92,7 +90,7 @@ class FlashInferBase:
         self.kv_pool = engine.kv_pool
         self.page_table = engine.page_table
         self.page_size = page_size
-        self.float_workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self.float_workspace = float_workspace(engine)
         self.use_tensor_cores = engine.num_qo_heads // engine.num_kv_heads >= TENSOR_CORE_GROUP
         self.decode_wrapper = BatchDecodeWithPagedKVCacheWrapper(
             self.float_workspace, engine.layout, use_tensor_cores=self.use_tensor_cores

@@ -8,7 +8,8 @@ import torch
 
 from backends.contract import Attention, Capabilities, EngineContext, KernelCall, window_left
 from backends.fi import FI_HEAD_DIMS
-from backends.fi_base import TENSOR_CORE_GROUP, WORKSPACE_BYTES
+from backends.fi_base import TENSOR_CORE_GROUP
+from backends.fi_workspace import float_workspace
 from backends.kernels.metadata import fp8_scales, paged_kv
 
 
@@ -40,7 +41,7 @@ class FlashInferDecode:
 
         self.engine = engine
         self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=engine.device),
+            float_workspace(engine),
             engine.layout,
             use_tensor_cores=self.on_tensor_cores(engine.num_qo_heads // engine.num_kv_heads),
             backend="fa2",

@@ -9,7 +9,7 @@ import torch
 
 from backends.contract import Attention, Capabilities, EngineContext, KernelCall, window_left
 from backends.fi import FI_HEAD_DIMS
-from backends.fi_base import WORKSPACE_BYTES
+from backends.fi_workspace import float_workspace
 from backends.kernels.metadata import flat_mask, fp8_scales, indptr, paged_kv
 
 
@@ -36,7 +36,7 @@ class FlashInferPrefill:
 
         self.engine = engine
         self.wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=engine.device),
+            float_workspace(engine),
             engine.layout,
             backend=self.kernel,
         )

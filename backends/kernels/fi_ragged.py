@@ -9,7 +9,7 @@ import torch
 
 from backends.contract import Attention, Capabilities, EngineContext, KernelCall, window_left
 from backends.fi import FI_HEAD_DIMS
-from backends.fi_base import WORKSPACE_BYTES
+from backends.fi_workspace import float_workspace
 from backends.kernels.metadata import flat_mask, indptr
 
 
@@ -34,7 +34,7 @@ class FlashInferRagged:
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper  # pyright: ignore[reportAttributeAccessIssue]
 
         self.engine = engine
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=engine.device)
+        workspace = float_workspace(engine)
         # A ragged plan without a mask keeps that of the plan before: masked calls get a wrapper of their own.
         self.masked_wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=self.kernel)
         self.plain_wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=self.kernel)

@@ -198,6 +198,32 @@ FOUND = [
         "wrong",
     ),
     ('{"empty_states":true,"entry":"fi.merge_states","num_states":1,"seed":13633}', "0.7.4", "right"),
+    # rows that the planner did not see are merged by what lies behind merge_indptr
+    (
+        '{"entry":"fi.ragged.fa2","kv_lens":[64,301],"malformations":["int64:qo_indptr"],"num_qo_heads":4,'
+        '"qo_lens":[41,43],"seed":61292}',
+        "0.6.6",
+        "undefined",
+    ),
+    (
+        '{"causal":true,"entry":"fi.prefill.fa2","kv_lens":[318,48,33],"malformations":["headless:qo_indptr"],'
+        '"num_kv_heads":2,"num_qo_heads":6,"page_size":16,"poisoned":true,"qo_lens":[41,36,3],"seed":65025,'
+        '"soft_cap":30.0,"strided_q":true,"variant":"cap"}',
+        "0.6.6",
+        "undefined",
+    ),
+    # whatever is refused is refused before a kernel reads host memory
+    (
+        '{"entry":"fi.graph_decode.cuda_core","kv_lens":[3],"malformations":["host:q","int64_buffers:buffers"]}',
+        "0.6.6",
+        "refused RuntimeError",
+    ),
+    # offsets of a custom mask come before lengths are looked at
+    (
+        PREFILL + '"kv_lens":[9],"malformations":["shorter:last_page_len"]}',
+        "0.6.6",
+        "refused RuntimeError",
+    ),
     # CUDA-core decode takes the end of the page ids from the entry that q's rows point at
     ('{"entry":"fi.decode.cuda_core","malformations":["rows:more"]}', "0.6.6", "undefined"),
 ]

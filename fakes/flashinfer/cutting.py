@@ -194,6 +194,12 @@ def placed(
     `out`, `lse`: computed, row by row of q. `rows`: of q as it was handed over; rows behind them are foreign.
     """
     edges = [(a - plan.qo[0], b - plan.qo[0]) for a, b in pairwise(plan.qo)]
+    merged = plan.qo[-1] if plan.graph else plan.total_rows
+    if plan.kernel == "fa2" and plan.scratch and merged > plan.qo[-1] - plan.qo[0]:
+        reads_foreign(
+            f"partial results of {merged} rows are merged, the plan cut {plan.qo[-1] - plan.qo[0]}: what lies behind "
+            "merge_indptr decides"
+        )
     if plan.kernel != "fa2" or all(
         (span.q_start, span.q_end) == edge for span, edge in zip(spans, edges, strict=False)
     ):

@@ -315,7 +315,6 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             assert plan is not None
             self._check_rows(q.shape[0], plan)
             assert window_left is None or window_left == self._window_left
-            check_on_device(q=q, paged_kv_cache=k)
             shape = (*q.shape[:-1], v.shape[-1])
             if out is None:
                 out = poisoned(shape, self._cached_o_data_type)
@@ -343,6 +342,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             if plan.kernel == "cuda_core":
                 self._check_cuda_core()
                 check_group(q.shape[1], k.shape[heads])
+            check_on_device(q=q, paged_kv_cache=k)
         paged_run.paged_kernel(
             launch,
             q,

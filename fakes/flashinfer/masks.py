@@ -23,10 +23,20 @@ def check_lengths(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> None:
 
 
 def element_indptr(qo_indptr: torch.Tensor, kv_lens: torch.Tensor) -> np.ndarray:
-    """Where each request's `[qo_len, kv_len]` block begins in a flat mask."""
+    """Where each request's `[qo_len, kv_len]` block begins in a flat mask.
+
+    Raises:
+        RuntimeError: (torch's) there are more or fewer lengths than requests.
+    """
     qo = cuda.host(qo_indptr).numpy().astype(np.int64)
     lens = cuda.host(kv_lens).numpy().astype(np.int64)
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.diff(qo) * lens)))
+    ends = np.cumsum(np.diff(qo) * lens)
+    if ends.size not in (1, qo.size - 1):
+        raise RuntimeError(
+            f"The expanded size of the tensor ({qo.size - 1}) must match the existing size ({ends.size}) at "
+            "non-singleton dimension 0."
+        )
+    return np.concatenate((np.zeros(1, np.int64), ends))
 
 
 def packed(mask: torch.Tensor, elements: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

@@ -428,7 +428,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                     "plan function."
                 )
             assert window_left is None or window_left == self._window_left
-            check_on_device(q=q, paged_kv_cache=k)
             shape = (*q.shape[:-1], v.shape[-1])
             fresh = out is None
             if out is None:
@@ -463,6 +462,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             launch = paged_run.launch_of(self, plan, call, k, q_scale, k_scale, v_scale, causal=causal)
             record = recorder.current()
             launch.zeroed = fresh and not (record is not None and record.extended)
+            check_on_device(q=q, paged_kv_cache=k)
         paged_run.paged_kernel(
             launch,
             q,

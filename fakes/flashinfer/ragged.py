@@ -334,7 +334,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
                     "ragged prefill, q "
                     "must have shape [total_tokens, num_heads, head_dim] where total_tokens = qo_indptr[-1]."
                 )
-            check_on_device(q=q, k=k, v=v)
             shape = (*q.shape[:-1], v.shape[-1])
             if out is None:
                 out = poisoned(shape, q.dtype)
@@ -386,6 +385,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
                 layout="ragged",
             )
             tokens_first = self._kv_layout == "NHD"
+            check_on_device(q=q, k=k, v=v)
         _ragged_kernel(
             launch,
             tokens_first,
