@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
 from backends.contract import Attention, Capabilities, EngineContext, KernelCall, window_left
 from backends.fi import FI_HEAD_DIMS
 from backends.fi_base import TENSOR_CORE_GROUP

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-import torch
-
 from backends.contract import Attention, Capabilities, EngineContext, KernelCall, window_left
 from backends.fi import FI_HEAD_DIMS
 from backends.fi_workspace import float_workspace
