@@ -19,7 +19,11 @@ class Settings:
     """
 
     def __init__(self, mix: LevelMix, wanted: Wanted) -> None:
-        variants = [_only(wanted, variant) for variant in wanted.variants] or [wanted]
+        variants = [_only(wanted, variant) for variant in wanted.variants]
+        variants = [one for one in variants if one.phases and one.group_sizes != frozenset()]
+        if wanted.variants and not variants:
+            raise ValueError("no variant has a phase and a group size that are wanted")
+        variants = variants or [wanted]
         tables = [_spread(mix, one) for one in variants]
         names = tables[0].keys()
         self._drawn = [name for name in names if any(not _is_fixed(table[name]) for table in tables)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from cases.model import Case
@@ -70,6 +71,16 @@ def test_scales_come_with_an_fp8_cache_alone() -> None:
     for variant, scaled in ((VARIANTS[2], True), (VARIANTS[0], False)):
         cases = drawn(wanting(KERNEL, variant), 60)
         assert any((case.k_scale, case.v_scale) != (1.0, 1.0) for case in cases) is scaled
+
+
+def test_variants_that_leave_nothing_are_passed_over() -> None:
+    other = (Variant(phases=frozenset({"prefill"})), Variant(group_sizes=LARGE))
+    wanted = replace(
+        wanting(KERNEL, *other, VARIANTS[2]), phases=frozenset({"decode"}), group_sizes=SMALL
+    )
+    assert all(VARIANTS[2].holds(case) for case in drawn(wanted, 60))
+    with pytest.raises(ValueError, match="no variant"):
+        drawn(replace(wanted, variants=other))
 
 
 def test_what_a_variant_does_not_hold() -> None:

@@ -7,13 +7,27 @@ own; the graph is replayed. This is engine code: call it where backend code runs
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from backends.contract import Batch, EngineContext, GraphBackend, Req
+
+
+@contextmanager
+def _garbage_kept() -> Generator[None]:
+    """Collect no garbage meanwhile: a graph or pinned memory that is freed while a capture runs breaks it off."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class InputBuffers:
@@ -106,7 +120,7 @@ class GraphRunner:
         self.backend.prepare_for_capture(batch)
         self._forward(batch, "warm_up")  # outside of the graph: whatever a kernel sets up when it first runs
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _garbage_kept(), torch.cuda.graph(graph, pool=self._pool):
             self.outputs[size] = self._forward(batch, "capture")
         self._pool = self._pool or graph.pool()
         self.graphs[size], self.batches[size] = graph, batch

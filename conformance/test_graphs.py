@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
+from backends.contract import Batch
 from cases.edges import EDGES
 from cases.model import Case, Phase, Request, Step
 from conformance.checks import graphs
 from conformance.checks.capacity import overruns
+from conformance.graphs import GraphRunner
 from conformance.graphs_run import captured_sizes, graph_execution, replayed_steps, with_room
 from conformance.question import Question
 from conformance.selection import cases_for
@@ -124,3 +127,19 @@ def test_no_graph_without_a_declaration_or_a_decode_step(askers: dict[str, Asker
     assert graph_execution(question, undeclared, asker.machine, "strict") is None
     prefill = Question(Case((Step((Request(0, 3),)),)))
     assert graph_execution(prefill, asker.spec, asker.machine, "strict") is None
+
+
+def test_no_garbage_is_collected_while_a_capture_runs(
+    askers: dict[str, Asker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collects: dict[str, set[bool]] = {}
+    plain = GraphRunner._forward
+
+    def forward(runner: GraphRunner, batch: Batch, what: str) -> list[object]:
+        collects.setdefault(what, set()).add(gc.isenabled())
+        return plain(runner, batch, what)
+
+    monkeypatch.setattr(GraphRunner, "_forward", forward)
+    assert Trial(Question(THREE_STEPS), askers["torch"]).graphs is not None
+    assert collects == {"warm_up": {True}, "capture": {False}}
+    assert gc.isenabled()
