@@ -75,9 +75,7 @@ def test_scales_come_with_an_fp8_cache_alone() -> None:
 
 def test_variants_that_leave_nothing_are_passed_over() -> None:
     other = (Variant(phases=frozenset({"prefill"})), Variant(group_sizes=LARGE))
-    wanted = replace(
-        wanting(KERNEL, *other, VARIANTS[2]), phases=frozenset({"decode"}), group_sizes=SMALL
-    )
+    wanted = replace(wanting(KERNEL, *other, VARIANTS[2]), phases=frozenset({"decode"}), group_sizes=SMALL)
     assert all(VARIANTS[2].holds(case) for case in drawn(wanted, 60))
     with pytest.raises(ValueError, match="no variant"):
         drawn(replace(wanted, variants=other))

@@ -224,6 +224,40 @@ FOUND = [
         "0.6.6",
         "refused RuntimeError",
     ),
+    # a tile that begins behind the last key has no steps, or 2^32 keys
+    (
+        '{"entry":"fi.prefill.fa2","host_metadata":true,"kv_lens":[47,43],"malformations":["heads:kv"],'
+        '"num_kv_heads":4,"num_qo_heads":4,"page_size":16,"qo_lens":[1,38],"seed":12089,"variant":"window",'
+        '"window_left":4}',
+        "0.6.6",
+        "hung",
+    ),
+    (
+        '{"entry":"fi.ragged.fa2","kv_lens":[16,61,64],"malformations":["heads:double"],"num_kv_heads":2,'
+        '"num_qo_heads":6,"qo_lens":[4,37,1],"seed":3154,"variant":"window","window_left":1}',
+        "0.6.6",
+        "right",
+    ),
+    # a request without pages lets a custom mask be read before its first element
+    (
+        '{"causal":true,"custom_mask":true,"entry":"fi.prefill.fa2","kv_lens":[0,48],"page_size":2,'
+        '"qo_lens":[1,1]}',
+        "0.6.6",
+        "undefined",
+    ),
+    # nothing to merge is no launch
+    (
+        '{"entry":"fi.merge_states","malformations":["states:s","states:v"],"num_states":3}',
+        "0.6.6",
+        "refused RuntimeError",
+    ),
+    # of rows behind out, those of merged results
+    (
+        '{"entry":"fi.graph_decode.tensor_core","kv_lens":[21,54],"malformations":["int64_buffers:buffers",'
+        '"rows:fewer"],"num_kv_heads":2,"num_qo_heads":8,"page_size":3,"qo_lens":[1,1],"seed":45060}',
+        "0.6.6",
+        "undefined",
+    ),
     # CUDA-core decode takes the end of the page ids from the entry that q's rows point at
     ('{"entry":"fi.decode.cuda_core","malformations":["rows:more"]}', "0.6.6", "undefined"),
 ]
@@ -307,6 +341,17 @@ def test_a_tile_may_begin_among_the_heads_of_a_row() -> None:
         keys, values = (t[slots[first:], 0, 0][:, None] for t in (k, v))
         out, lse = dense(q[7:8, head : head + 1], keys, values)
         assert differ(seen.numbers[7:8, head : head + 1], sketch(out.numpy(), lse.numpy() / LN2)) == ""
+
+
+def test_fa3_has_no_lse_where_a_key_is_nan() -> None:
+    call = from_json(
+        '{"entry":"sgl.kvcache","malformations":["cache_lens:more"],"poisoned":true,"seed":11869}'
+    )
+    with on_fakes({}) as ask:
+        seen = ask(call)
+    assert seen.numbers is not None
+    assert np.isnan(seen.numbers[..., :-1]).all()
+    assert np.isneginf(seen.numbers[..., -1]).all()
 
 
 def test_a_projection_that_is_small_by_chance_makes_no_difference() -> None:

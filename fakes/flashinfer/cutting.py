@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from fakes.attend import uncovered
+from fakes.flashinfer.loads import keys_at_once
 from fakes.flashinfer.plans import Plan
 from fakes.flashinfer.schedule import decode_step
 from fakes.modes import WouldHang
@@ -67,6 +68,27 @@ def reach(
                 "results are not where they are merged"
             )
     return None if window >= 0 else [n * chunk for n in schedule.chunks]
+
+
+def check_starts(plan: Plan, spans: Sequence[Span], group: int, window: int, *, causal: bool) -> None:
+    """Whether every tile of fa2 that was planned for a larger group begins within its request's keys.
+
+    Behind them its length wraps, unless KV is split; the count of its steps wraps back if that is less than one step.
+    `group`: query heads of a KV head, `window`: keys before a tile's first row at which it begins, -1: all.
+
+    Raises:
+        WouldHang: one begins further behind.
+    """
+    if plan.kernel != "fa2" or window < 0 or causal or plan.scratch:
+        return
+    schedule = plan.schedule()
+    for i, (tiles, span) in enumerate(zip(schedule.tiles, spans, strict=False)):
+        behind = (tiles - 1) * schedule.tile_rows // group - (span.q_end - span.q_start) - window
+        if behind >= keys_at_once(schedule.tile_rows, plan.head_dim):
+            raise WouldHang(
+                f"the last tile that was planned for request {i} begins {behind} keys behind its last key: it has "
+                f"{(1 << 32) - behind} keys"
+            )
 
 
 def windowed(count: int, length: int, window_left: int, *, causal: bool) -> np.ndarray:

@@ -15,7 +15,7 @@ from fakes import releases
 from fakes.flashinfer import cutting, loads, staging
 from fakes.flashinfer.plans import Plan
 from fakes.modes import illegal_access
-from fakes.recorder import Attended, Call, Span
+from fakes.recorder import Attended, Call, Span, reads_foreign
 
 SENTINEL = -5.0e4
 """Log2-sum-exp of a row without keys before 0.7.2: the masked score, which is finite there."""
@@ -78,6 +78,10 @@ def execute(
         raise illegal_access("q has no rows, so its address is null")
     missing = max((span.q_end for span in spans), default=0) - q.shape[0]
     if missing > 0:  # rows past the end of q: their results lie outside of `out`, too
+        if plan.kernel == "fa2" and plan.scratch:
+            reads_foreign(
+                f"row {rows} is merged behind out, which has {rows} rows: where lse may lie, in any order"
+            )
         q = torch.cat((q, q.new_zeros(missing, *q.shape[1:])))
     if launch.call is not None:
         launch.call.attended = Attended(
@@ -99,6 +103,7 @@ def execute(
     if launch.layout != "ragged":
         k, v = _with_stand_in(launch, spans, k, v)
     group = q.shape[1] // _kv_heads(k, launch.layout)
+    cutting.check_starts(plan, spans, group, launch.first_window, causal=launch.causal and custom is None)
     seen = cutting.masks(
         plan,
         spans,

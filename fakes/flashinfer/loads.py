@@ -46,7 +46,7 @@ def ranges(plan: Plan, span: Span, *, group: int, causal: bool, window: int) -> 
         ]
     schedule = plan.schedule()
     rows = schedule.tile_rows
-    keys = _keys_at_once(rows, plan.head_dim)
+    keys = keys_at_once(rows, plan.head_dim)
     found: list[Range] = []
     for packed in range(count * group):
         tile = packed // rows
@@ -71,7 +71,7 @@ def _of_fa3(tile: int, rows: int, keys: int, count: int, length: int, causal: bo
     return first, min(max(tiles * keys, first), length)
 
 
-def _keys_at_once(tile_rows: int, head_dim: int) -> int:
+def keys_at_once(tile_rows: int, head_dim: int) -> int:
     """Keys in a tile of fa2, of 16-bit numbers."""
     warps = 4 if tile_rows == 16 else 1  # that share the keys
     queries, keys = tile_rows * head_dim * 2, head_dim * 2 * 16 * warps * 2

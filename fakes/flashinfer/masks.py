@@ -48,6 +48,10 @@ def packed(mask: torch.Tensor, elements: np.ndarray) -> tuple[torch.Tensor, torc
     if flat.size < elements[-1]:
         reads_foreign(f"custom_mask[{flat.size}] is read, the mask has {flat.size} elements")
         flat = np.concatenate((flat, np.zeros(int(elements[-1]) - flat.size, np.bool_)))
+    if elements.min() < 0:
+        reads_foreign(
+            f"custom_mask[{elements.min()}] is read: a request without pages counts as -page_size keys"
+        )
     counts = (np.diff(elements) + 7) // 8
     if counts.size and counts.min() < 0:
         reads_foreign("a request without pages counts as -page_size keys: blocks of the packed mask overlap")

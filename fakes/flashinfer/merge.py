@@ -65,6 +65,8 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     """Merge lists of states: v `[rows, states, num_heads, head_dim]`, s `[rows, states, num_heads]`."""
     with cuda.paused():
         _check(v=v, s=s)
+        if not v.shape[0]:
+            _refuse("(status == cudaSuccess)", "MergeStates kernel launch failed: invalid argument")
         _record("merge_states", v=v, s=s)
         rows, _, num_heads, dim = v.shape
         merged, lse = poisoned((rows, num_heads, dim), v.dtype), poisoned((rows, num_heads), torch.float32)
