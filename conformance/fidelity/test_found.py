@@ -258,6 +258,19 @@ FOUND = [
         "0.6.6",
         "undefined",
     ),
+    # less than no tiles of rows
+    (
+        '{"entry":"sgl.kvcache","kv_lens":[22,29,40],"malformations":["falls:cu_seqlens_q"],"num_qo_heads":7,'
+        '"num_splits":2,"qo_lens":[2,9,20],"seed":11}',
+        "0.6.6",
+        "crashed",
+    ),
+    (
+        '{"entry":"sgl.kvcache","kv_lens":[22,29,31],"malformations":["falls:cu_seqlens_q"],"num_qo_heads":7,'
+        '"num_splits":2,"qo_lens":[2,9,11],"seed":11}',
+        "0.6.6",
+        "wrong",
+    ),
     # CUDA-core decode takes the end of the page ids from the entry that q's rows point at
     ('{"entry":"fi.decode.cuda_core","malformations":["rows:more"]}', "0.6.6", "undefined"),
 ]

@@ -6,12 +6,21 @@ import re
 import signal
 import sysconfig
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+
+def _libraries() -> tuple[str, ...]:
+    """Folders of installed code. Packages may lie in several, as where some are unpacked beside an image's own."""
+    standard = {sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")}
+    origins = [spec.origin for name in ("torch", "pebble") if (spec := find_spec(name)) and spec.origin]
+    return tuple(standard | {str(Path(origin).resolve().parent.parent) for origin in origins})
+
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
 _HARNESS = Path(__file__).resolve().parent.parent
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+_LIBRARIES = _libraries()
 _LONGEST = 300
 
 

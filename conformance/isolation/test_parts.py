@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -203,3 +205,26 @@ def test_verdicts_from_elsewhere_are_told_in_full() -> None:
     text = render(asker, CASES[0], verdict)
     assert "(real libraries)\n" in text
     assert "\nreplay: conformance replay --backend torch --library real '" in text
+
+
+def test_a_fault_is_told_after_a_library_took_its_signal() -> None:
+    took = "import ctypes, signal; ctypes.CDLL(None).signal(signal.SIGSEGV, 0)"
+    code = f"from conformance.isolation import worker; {{}}{took}; {{}}ctypes.string_at(16)"
+    watch = "worker._watch_faults(); "
+    told = {}
+    for name, again in (("once", ""), ("again", watch)):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(watch, again)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == -signal.SIGSEGV
+        told[name] = "in string_at" in done.stderr
+    assert told == {"once": False, "again": True}
+
+
+def test_installed_code_is_the_libraries_wherever_it_lies(tmp_path: Path) -> None:
+    pebble = Path(importlib.import_module("pebble").__file__ or "")
+    text = (
+        "Thread 0x1 (most recent call first):\n"
+        f'  File "{{harness}}/engine.py", line 3 in forward\n  File "{pebble}", line 9 in _trampoline\n'
+    )
+    assert (last_words(written(tmp_path / "log", text)).where or "").endswith("engine.py:3 in forward")

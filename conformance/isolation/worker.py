@@ -41,6 +41,7 @@ def serve(conn: Connection, setup: Setup, place: Place) -> None:
             request = conn.recv()
         except EOFError:
             return
+        _watch_faults()
         desk.answer(request)
 
 
@@ -59,8 +60,14 @@ def _settle(place: Place) -> None:
     os.dup2(log, 2)
     os.close(log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.enable(2)
+    _watch_faults()
     faulthandler.register(WHERE, 2, all_threads=True)
+
+
+def _watch_faults() -> None:
+    """Have faults of this process told in the log. More than once: TVM's runtime takes the signals for itself."""
+    faulthandler.disable()
+    faulthandler.enable(2)
 
 
 def _portable(error: Exception) -> Exception:

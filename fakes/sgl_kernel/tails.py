@@ -55,6 +55,11 @@ def _loads_last_tile(rows: int, keys: int, group: int, tile: tuple[int, int], ma
     return -(-right // tile_keys) == -(-keys // tile_keys)
 
 
+def tile_rows(shape: Shape) -> int:
+    """Rows of a tile, heads of a group packed."""
+    return 192 if shape.dim <= 96 else 128
+
+
 def _tile(shape: Shape, mask: Visible) -> tuple[int, int] | None:
     """Rows (heads of a group packed) and keys of a tile of 16-bit numbers; None: none that was looked at."""
     dim, local = shape.dim, mask.local
