@@ -19,13 +19,15 @@ from cases.model import Mask
 from reference import masks
 from reference.library import Library, library_of
 from reference.ragged import WORTH_A_PIECE, Piece, Ragged, chunks, pieces
-from reference.softmax import RunningSoftmax, block_scores
+from reference.softmax import PLAIN_SCORE, RunningSoftmax, block_scores
 from reference.state import AttentionState
 
 CPU_CHUNK_BYTES = 4 << 20
 """Of float64 K and V, and of scores, that live at a time: what a core's cache holds."""
 GPU_CHUNK_BYTES = 256 << 20
 """The same on a GPU: enough for one kernel to keep all of it busy."""
+WORTH_TWO = 1 << 16
+"""Pairs of row and key from which on masking all of them costs more than two steps."""
 
 
 def paged_attention(
@@ -117,32 +119,31 @@ def attend(
     with np.errstate(all="ignore"):
         first, end = masks.key_ranges(batch.qo_lens, batch.kv_lens, batch.mask)
         ranges = lib.from_host(first[:, None]), lib.from_host(end[:, None])
+        largest_q, q_is_finite = largest_norm(queries, lib)
         for chunk in chunks(batch.slots.shape[0], max(1, chunk_bytes // key_bytes)):
             slots = batch.slots[chunk[0] : chunk[1]]
             k = gathered(k_cache, slots, k_scale, compute, lib)
             v = gathered(v_cache, slots, v_scale, compute, lib)
             largest_v, v_is_finite = largest(v, lib)
-            max_k, max_v = max(max_k, largest_norm(k, lib)), max(max_v, largest_v)
+            largest_k, k_is_finite = largest_norm(k, lib)
+            max_k, max_v = max(max_k, largest_k), max(max_v, largest_v)
+            small = q_is_finite and k_is_finite and largest_q * largest_k <= PLAIN_SCORE
             # A joined piece gives weight 0 to the keys of other requests, and 0 times their NaN would be NaN.
             join = v_is_finite and batch.custom is None
             for whole in pieces(batch, chunk, num_qo_heads=num_qo_heads, max_scores=max_scores, join=join):
-                piece = whole
-                if join and whole.num_pairs > WORTH_A_PIECE:
-                    piece = trimmed(whole, first, end)
-                    if piece.keys[0] >= piece.keys[1]:
-                        continue
-                lines = slice(piece.rows[0] * group, piece.rows[1] * group)
-                keys = slice(piece.keys[0] - chunk[0], piece.keys[1] - chunk[0])
-                hidden = None
-                if batch.custom is not None or not all_visible(piece, first, end):
-                    hidden = hidden_block(piece, batch, ranges, lib)
-                scores = block_scores(queries[:, lines], k[:, keys], batch.mask.soft_cap, hidden, lib)
-                running.fold(lines, scores, v[:, keys], first=piece.first)
+                for piece in seen_of(whole, first, end) if join else [whole]:
+                    lines = slice(piece.rows[0] * group, piece.rows[1] * group)
+                    keys = slice(piece.keys[0] - chunk[0], piece.keys[1] - chunk[0])
+                    hidden = None
+                    if batch.custom is not None or not all_visible(piece, first, end):
+                        hidden = hidden_block(piece, batch, ranges, lib)
+                    scores = block_scores(queries[:, lines], k[:, keys], batch.mask.soft_cap, hidden, lib)
+                    running.fold(lines, scores, v[:, keys], first=piece.first, small=small)
             del k, v  # before the next chunk is gathered
         out, lse = running.finish()
         if not running.total.all():
             clear_empty_rows(out, batch, ranges, lib)
-        max_score = max_k * largest_norm(queries, lib)
+        max_score = max_k * largest_q
     return AttentionState(ungrouped(out, group, lib), ungrouped(lse, group, lib), max_score, max_v)
 
 
@@ -179,15 +180,22 @@ def gathered(cache: torch.Tensor, slots: Any, factor: float, compute: torch.dtyp
     return taken if factor == 1.0 else taken * factor
 
 
-def trimmed(piece: Piece, first: np.ndarray, end: np.ndarray) -> Piece:
-    """A piece without the keys that none of its rows sees; maybe without any.
+def seen_of(piece: Piece, first: np.ndarray, end: np.ndarray) -> list[Piece]:
+    """A piece without the keys that none of its rows sees, maybe nothing; a large one in two: keys that every row sees,
+    and those that a mask must hide from some.
 
     first, end: int64 `[rows]`, the range of keys that each row sees; both rise with the rows.
     """
-    lo, hi = piece.keys
-    return piece._replace(
-        keys=(max(lo, int(first[piece.rows[0]])), min(hi, int(end[piece.rows[1] - 1]))),
-    )
+    if piece.num_pairs <= WORTH_A_PIECE:
+        return [piece]
+    lo = max(piece.keys[0], int(first[piece.rows[0]]))
+    hi = min(piece.keys[1], int(end[piece.rows[1] - 1]))
+    if lo >= hi:
+        return []
+    edge = int(end[piece.rows[0]])
+    if piece.num_pairs <= WORTH_TWO or first[piece.rows[1] - 1] > lo or not lo < edge < hi:
+        return [piece._replace(keys=(lo, hi))]
+    return [piece._replace(keys=(lo, edge)), piece._replace(keys=(edge, hi), first=False)]
 
 
 def all_visible(piece: Piece, first: np.ndarray, end: np.ndarray) -> bool:
@@ -226,10 +234,12 @@ def largest(x: Any, lib: Library) -> tuple[float, bool]:
     return largest(x[lib.isfinite(x)], lib)[0], False
 
 
-def largest_norm(x: Any, lib: Library) -> float:
-    """Largest finite Euclidean norm along the last axis; 0.0 if there is none."""
+def largest_norm(x: Any, lib: Library) -> tuple[float, bool]:
+    """Largest finite Euclidean norm along the last axis (0.0 if there is none), and whether all are finite."""
     squares = lib.vecdot(x, x)
     if 0 in squares.shape:
-        return 0.0
+        return 0.0, True
     top = float(squares.max())
-    return math.sqrt(top if math.isfinite(top) else largest(squares, lib)[0])
+    if math.isfinite(top):
+        return math.sqrt(top), True
+    return math.sqrt(largest(squares, lib)[0]), False

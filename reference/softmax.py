@@ -15,6 +15,9 @@ from reference.library import Library
 
 NEG_INF = float("-inf")
 
+PLAIN_SCORE = 256.0
+"""Below this, weights are exp(score) as it is: float64 holds them, their sums and their inverses to full precision."""
+
 
 def block_scores(q: Any, k: Any, soft_cap: float | None, hidden: Any, lib: Library) -> Any:
     """Scores of scaled queries: products, soft cap, mask, in this order.
@@ -57,12 +60,14 @@ class RunningSoftmax:
     """Of every line: the largest score so far, sum(exp(score - largest)), and the sum of V weighted the same.
 
     `top` starts at the smallest finite number instead of -inf, so that a line without keys needs no special case:
-    exp(-inf - top) is 0, and its lse is top + log(0) = -inf.
+    exp(-inf - top) is 0, and its lse is top + log(0) = -inf. As long as all scores are known to be small it is 0, and
+    nothing is looked for or subtracted.
 
     Args:
         top, total: `[num_kv_heads, lines]`. acc: `[num_kv_heads, lines, head_dim_vo]`.
         rounded_total: the total of the rounded weights; `total` itself where none are rounded.
         round_weights: rounds weights before they meet V; None: not at all.
+        plain: every block so far was `small`.
     """
 
     lib: Library
@@ -71,6 +76,7 @@ class RunningSoftmax:
     acc: Any
     rounded_total: Any
     round_weights: Callable[[Any], Any] | None
+    plain: bool
 
     @classmethod
     def start(
@@ -85,15 +91,26 @@ class RunningSoftmax:
         top += torch.finfo(dtype).min
         total = lib.zeros(shape[:2], dtype)
         rounded_total = total if round_weights is None else lib.zeros(shape[:2], dtype)
-        return cls(lib, top, total, lib.zeros(shape, dtype), rounded_total, round_weights)
+        plain = round_weights is None and dtype == torch.float64
+        return cls(lib, top, total, lib.zeros(shape, dtype), rounded_total, round_weights, plain)
 
-    def fold(self, lines: slice, scores: Any, v: Any, *, first: bool) -> None:
+    def fold(self, lines: slice, scores: Any, v: Any, *, first: bool, small: bool = False) -> None:
         """Take in a block of keys.
 
         scores: `[num_kv_heads, lines, keys]`, overwritten. v: `[num_kv_heads, keys, head_dim_vo]`.
-        first: these lines have seen no key before.
+        first: these lines have seen no key before. small: no score is beyond `PLAIN_SCORE` or NaN; -inf may be.
         """
         lib = self.lib
+        if self.plain and small:
+            weights = lib.exp(scores, out=scores)
+            total, acc = weights.sum(-1), weights @ v
+            if first:
+                self.top[:, lines], self.total[:, lines], self.acc[:, lines] = 0.0, total, acc
+            else:
+                self.total[:, lines] += total
+                self.acc[:, lines] += acc
+            return
+        self.plain = False
         old_top = self.top[:, lines]
         top = lib.maximum(old_top, lib.amax(scores, -1))
         scores -= top[..., None]

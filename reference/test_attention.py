@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.model import Mask
-from reference import agreement, library
+from reference import agreement, attention, library, softmax
 from reference.agreement import PROBLEMS, assert_close
 from reference.attention import paged_attention
 from reference.problems import make_problem
@@ -45,6 +47,35 @@ def test_equals_three_loops(name: str) -> None:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_same_for_every_chunk_size(name: str) -> None:
     agreement.same_for_every_chunk_size(PROBLEMS[name]())
+
+
+@pytest.mark.usefixtures("library_in_use")
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_weights_of_small_scores_are_those_of_any(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    problem = PROBLEMS[name]()
+    plain = paged_attention(*problem.tensors, **problem.options)
+    monkeypatch.setattr(attention, "PLAIN_SCORE", -1.0)
+    usual = paged_attention(*problem.tensors, **problem.options)
+    assert_close(plain, usual.out, usual.lse, "with the largest score subtracted")
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_large_scores_may_follow_small_ones_and_the_other_way_round(
+    monkeypatch: pytest.MonkeyPatch, turn: int
+) -> None:
+    problem = PROBLEMS["decode"]()
+    usual = paged_attention(*problem.tensors, **problem.options)
+    turns = itertools.count(turn)
+    fold = softmax.RunningSoftmax.fold
+
+    def in_turns(running: softmax.RunningSoftmax, *block: Any, first: bool, small: bool) -> None:
+        assert small
+        fold(running, *block, first=first, small=bool(next(turns) % 2))
+
+    monkeypatch.setattr(softmax.RunningSoftmax, "fold", in_turns)
+    other = paged_attention(*problem.tensors, **problem.options, chunk_bytes=400)
+    assert next(turns) > turn + 3
+    assert_close(other, usual.out, usual.lse, "small and large in turns")
 
 
 @pytest.mark.usefixtures("library_in_use")

@@ -127,18 +127,26 @@ def slots_off_by_one(cache: Any, slots: Any, factor: float, compute: Any, lib: A
     return right_gather(cache, np.roll(slots, 1), factor, compute, lib)
 
 
-right_trim = attention.trimmed
+right_pieces = attention.seen_of
 
 
 def trimmed_too_much(piece: Any, first: Any, end: Any) -> Any:
-    lo, hi = right_trim(piece, first, end).keys
-    return piece._replace(keys=(lo, hi - 1))
+    *others, last = right_pieces(piece, first, end) or [piece]
+    return [*others, last._replace(keys=(last.keys[0], last.keys[1] - 1))]
 
 
 def trimmed_by_its_first_row(piece: Any, first: Any, end: Any) -> Any:
-    return right_trim(piece._replace(rows=(piece.rows[0], piece.rows[0] + 1)), first, end)._replace(
-        rows=piece.rows
-    )
+    last = int(end[piece.rows[0]])
+    return [part._replace(keys=(part.keys[0], last)) for part in right_pieces(piece, first, end)][:1]
+
+
+def edge_taken_twice(piece: Any, first: Any, end: Any) -> Any:
+    *others, last = right_pieces(piece, first, end)
+    return [*others, last._replace(keys=(last.keys[0] - 1, last.keys[1]))] if others else [last]
+
+
+def second_step_forgets(piece: Any, first: Any, end: Any) -> Any:
+    return [part._replace(first=True) for part in right_pieces(piece, first, end)]
 
 
 def visible_to_its_last_row(piece: Any, first: Any, end: Any) -> bool:
@@ -182,7 +190,7 @@ MUTANTS = {
         attention, "scaled", scale_twice, (("own scale", three_loops), ("own scale", sdpa))
     ),
     "LSE in base 2": Mutant(softmax, "natural_log", base_two, (("decode", three_loops), ("decode", splits))),
-    "running maximum not rescaled": Mutant(softmax, "kept", not_rescaled, (("decode", chunk_sizes),)),
+    "running maximum not rescaled": Mutant(softmax, "kept", not_rescaled, (("extreme logits", chunk_sizes),)),
     "last chunk dropped": Mutant(attention, "chunks", last_chunk_dropped, (("decode", chunk_sizes),)),
     "chunks overlap": Mutant(attention, "chunks", chunks_overlap, (("decode", chunk_sizes),)),
     "empty row is NaN": Mutant(
@@ -207,10 +215,14 @@ MUTANTS = {
         attention, "gathered", slots_off_by_one, (("decode", three_loops), ("causal prefill", sdpa))
     ),
     "trimmed too much": Mutant(
-        attention, "trimmed", trimmed_too_much, (("long", three_loops), ("long, window", rows_cut))
+        attention, "seen_of", trimmed_too_much, (("long", three_loops), ("long, window", rows_cut))
     ),
     "trimmed by its first row": Mutant(
-        attention, "trimmed", trimmed_by_its_first_row, (("long", three_loops), ("long", rows_cut))
+        attention, "seen_of", trimmed_by_its_first_row, (("long", three_loops), ("long", rows_cut))
+    ),
+    "edge taken twice": Mutant(attention, "seen_of", edge_taken_twice, (("two steps", sdpa),)),
+    "second step forgets the first": Mutant(
+        attention, "seen_of", second_step_forgets, (("two steps", sdpa),)
     ),
     "visible because its last row sees it": Mutant(
         attention, "all_visible", visible_to_its_last_row, (("causal prefill", three_loops), ("long", sdpa))
@@ -218,7 +230,10 @@ MUTANTS = {
     "neutral element is (0, 0)": Mutant(merge, "combined_lse", neutral_is_zero, (("one request", splits),)),
     "merge weights in base 2": Mutant(merge, "share", merged_in_base_two, (("one request", splits),)),
 }
-PROBLEMS = agreement.PROBLEMS | {"one request": lambda: make_problem([3], [9])}
+PROBLEMS = agreement.PROBLEMS | {
+    "one request": lambda: make_problem([3], [9]),
+    "two steps": lambda: make_problem([280], [300]),
+}
 
 
 def _pairs() -> list[tuple[str, str, Check]]:
