@@ -9,12 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backends.contract import Batch
 from cases.edges import EDGES
 from cases.model import Case, Phase, Request, Step
 from conformance.checks import graphs
 from conformance.checks.capacity import overruns
-from conformance.graphs import GraphRunner
 from conformance.graphs_run import captured_sizes, graph_execution, replayed_steps, with_room
 from conformance.question import Question
 from conformance.selection import cases_for
@@ -132,14 +130,19 @@ def test_no_graph_without_a_declaration_or_a_decode_step(askers: dict[str, Asker
 def test_no_garbage_is_collected_while_a_capture_runs(
     askers: dict[str, Asker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collects: dict[str, set[bool]] = {}
-    plain = GraphRunner._forward
+    collects: list[bool] = []
+    graph = torch.cuda.graph
 
-    def forward(runner: GraphRunner, batch: Batch, what: str) -> list[object]:
-        collects.setdefault(what, set()).add(gc.isenabled())
-        return plain(runner, batch, what)
+    class Watched(graph):
+        def __enter__(self) -> None:
+            super().__enter__()
+            collects.append(gc.isenabled())
 
-    monkeypatch.setattr(GraphRunner, "_forward", forward)
+        def __exit__(self, *error: object) -> None:
+            collects.append(gc.isenabled())
+            super().__exit__(*error)
+
+    monkeypatch.setattr(torch.cuda, "graph", Watched)
     assert Trial(Question(THREE_STEPS), askers["torch"]).graphs is not None
-    assert collects == {"warm_up": {True}, "capture": {False}}
+    assert collects == [False, False]
     assert gc.isenabled()

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from cases.model import Case
+from backends.fi_paged import FlashInferPagedBackend
+from backends.registry import BackendSpec
+from cases.model import Case, Request, Step
 from conformance.checks import CHECKS
+from conformance.examine import examine
 from conformance.mutants import MUTANTS, Mutant
+from conformance.mutants.lifecycles import decodes_by_xqa
 from conformance.mutants.run import hunt
+from conformance.question import Question
 from conformance.session import Session
+from conformance.trial import Asker
 from fakes.cuda import DeviceUnavailable
 
 OVERLAPPING = {"smoke", "poison", "session"}
@@ -55,6 +64,18 @@ def test_last_page_len_is_named_with_its_cause() -> None:
     messages = [str(f) for f in verdict.findings if f.field and "last_page_len" in f.field]
     assert any("is 0" in m and "request 0" in m for m in messages)
     assert verdict.findings[0].check == "metadata"
+
+
+def test_decode_on_counters_that_are_zero_is_right() -> None:
+    """The fault of `counter_not_zero` is the workspace alone."""
+    with Session(["fi-paged"]) as session:
+        (correct,) = session.askers
+        capabilities = replace(correct.spec.capabilities, lse=None, cuda_graph=False)
+        faulty: Any = decodes_by_xqa(FlashInferPagedBackend, 0)
+        backend = BackendSpec("zeros", faulty, capabilities)
+        case = Case((Step((Request(80, 1), Request(0, 1, uid=1)), "decode", "decode"),), page_size=16)
+        verdict = examine(Question(case), Asker(backend, correct.machine, correct.mode))
+    assert not verdict.findings
 
 
 def _smallest(name: str) -> Case:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from backends.contract import window_left
 from conformance.mutants.mutant import mutant
 
 
@@ -188,3 +191,51 @@ def _(cls: type[Any]) -> type[Any]:
             batch.attn_metadata = replace(metadata, page_table=table)
 
     return KeepsTable
+
+
+XQA_PAGE_SIZES = (16, 32, 64, 128)
+
+
+def decodes_by_xqa(cls: type[Any], first_byte: int) -> type[Any]:
+    """A backend whose decode calls `trtllm_batch_decode_with_kv_cache` on a workspace that begins with this byte."""
+
+    class DecodesByXQA(cls):
+        def forward(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any) -> Any:
+            from flashinfer.decode import trtllm_batch_decode_with_kv_cache  # pyright: ignore[reportMissingImports]
+
+            engine, size = self.engine, self.page_size
+            if batch.phase != "decode" or size not in XQA_PAGE_SIZES or engine.soft_cap is not None:
+                return super().forward(q, k, v, layer_id, batch)
+            self.kv_pool.store_kv(k, v, batch.out_loc, layer_id)
+            rows = torch.tensor([req.table_idx for req in batch.padded_reqs], device=self.device)
+            lens = torch.tensor(
+                [req.device_len for req in batch.padded_reqs], dtype=torch.int32, device=self.device
+            )
+            self.float_workspace[: 8 << 20] = first_byte
+            return trtllm_batch_decode_with_kv_cache(
+                q,
+                self.paged_kv(layer_id),
+                self.float_workspace,
+                (self.page_table[rows, ::size] // size).to(torch.int32),
+                lens,
+                engine.max_seq_len,
+                bmm1_scale=engine.scale,
+                window_left=window_left(engine.windows[0]),
+                kv_layout=engine.layout,
+            )
+
+    return DecodesByXQA
+
+
+@mutant(
+    "counter_not_zero",
+    base="fi-paged",
+    check="metadata",
+    why="XQA decodes on the workspace that the wrappers leave garbage in; its first 8 MiB are counters",
+    issue="vllm#25520",
+    tokens=1,
+    modes=("strict",),
+    declares={"cuda_graph": False, "lse": None},
+)
+def _(cls: type[Any]) -> type[Any]:
+    return decodes_by_xqa(cls, 1)
