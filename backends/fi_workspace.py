@@ -26,8 +26,7 @@ def float_workspace(engine: EngineContext) -> torch.Tensor:
     group = heads // engine.num_kv_heads
     tile = _TILE_ROWS.get(dim, 128)
     split = heads * max(2 * multiprocessors // engine.num_kv_heads, 1) * tile
-    captured = (
-        heads * 2 * engine.max_batch * (group + (tile if group > 16 else 16))
-    )  # padded to twice at most
+    padded = 2 * engine.max_batch  # at most
+    captured = heads * padded * (group + (tile if group > 16 else 16))
     needed = max(split, captured) * (dim + 1) * _FLOAT + 16
     return torch.empty(max(RECOMMENDED_BYTES, needed), dtype=torch.uint8, device=engine.device)
