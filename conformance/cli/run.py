@@ -19,6 +19,7 @@ from conformance.choices import (
     require_checks,
     trace_batches,
 )
+from conformance.cli.progress import Progress
 from conformance.cli.replay import read_case
 from conformance.cli.usage import add_backend_options, at_least, session_options
 from conformance.isolation.journal import left_behind
@@ -116,7 +117,7 @@ def main(args: argparse.Namespace) -> int:
             named=not only,
             given=[*given, *trace.cases],
             checks=args.checks or None,
-            told=None if writer is None else writer.verdict,
+            told=Progress(None if writer is None else writer.verdict),
             known=None if resumed is None else resumed.known,
         )
         interrupted = _run(campaign)
