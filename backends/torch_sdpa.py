@@ -78,12 +78,13 @@ class TorchBackend:
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attend in float32: q `[qo_len, num_qo_heads, dim]` to k and v `[kv_len, num_kv_heads, dim]`."""
         qo_len, kv_len = q.shape[0], k.shape[0]
-        # The queries are the last positions of the sequence: the diagonal ends in the bottom right corner.
-        visible = torch.ones(qo_len, kv_len, dtype=torch.bool, device=q.device).tril_(kv_len - qo_len)
+        visible = None  # one query is the last position, and sees all
+        if qo_len > 1:  # the queries are the last positions: the diagonal ends in the bottom right corner
+            visible = torch.ones(qo_len, kv_len, dtype=torch.bool, device=q.device).tril_(kv_len - qo_len)
         # A batch of one: with three dimensions torch takes a path of twice the cost.
         q, k, v = (x.float().transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=None if qo_len == 1 else visible, scale=self.engine.scale, enable_gqa=True
+            q, k, v, attn_mask=visible, scale=self.engine.scale, enable_gqa=True
         )
         return out.squeeze(0).transpose(0, 1)
 

@@ -19,7 +19,6 @@ from reference import (
     error_budget,
     exact_tolerance,
     fast_tanh_error,
-    least_budget,
     low_precision,
     lse_budget,
     paged_attention,
@@ -121,12 +120,6 @@ class Question:
             "k_scale": self.case.k_scale,
             "v_scale": self.case.v_scale,
         }
-
-    def least_budget(self, step: int, layer: int) -> Budget:
-        """What `budget` allows at least; costs no twin."""
-        state = self.answer(step, layer).state
-        dtype = getattr(torch, self.case.dtype)
-        return least_budget(state, dtype=dtype, max_score=state.max_score, max_v=state.max_v)
 
     def budget(self, step: int, layer: int) -> Budget:
         """How far a result in the case's dtype may be from the answer: measured on the low-precision twin."""

@@ -8,8 +8,8 @@ from reference.budget import (
     exact_tolerance,
     exceeds,
     fast_tanh_error,
-    least_budget,
     lse_budget,
+    surely_within,
 )
 from reference.masks import visible
 from reference.state import AttentionState
@@ -23,9 +23,9 @@ __all__ = [
     "exact_tolerance",
     "exceeds",
     "fast_tanh_error",
-    "least_budget",
     "low_precision",
     "lse_budget",
     "paged_attention",
+    "surely_within",
     "visible",
 ]

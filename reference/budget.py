@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from reference.state import AttentionState
@@ -76,13 +77,26 @@ def error_budget(
         oracle: float64. twin: out in `dtype`, the same case.
         max_score, max_v: the oracle's own fields.
     """
-    slack = 4.0 * torch.finfo(torch.float32).eps * (1.0 + max_score) * max_v
-    return _budget(oracle.out, twin.out, dtype, slack)
+    return _budget(oracle.out, twin.out, dtype, _sum_slack(max_score, max_v))
 
 
-def least_budget(oracle: AttentionState, *, dtype: torch.dtype, max_score: float, max_v: float) -> Budget:
-    """What `error_budget` allows at least, whatever the twin errs: a result within it needs no twin."""
-    return error_budget(oracle, oracle, dtype=dtype, max_score=max_score, max_v=max_v)
+def surely_within(
+    result: np.ndarray, oracle: np.ndarray, *, dtype: torch.dtype, max_score: float, max_v: float
+) -> bool:
+    """Whether `error_budget` allows a result whatever the twin errs: cheap, and true of one that is rounded once.
+
+    A rounding step is more than half of eps |element|, so that what passes here is within it element by element.
+
+    Args:
+        result, oracle: float64 arrays of one shape, the result's numbers being those of `dtype`.
+        max_score, max_v: the oracle's own fields.
+    """
+    allowed = np.abs(oracle)
+    allowed *= torch.finfo(dtype).eps / 2.0
+    allowed += _sum_slack(max_score, max_v)
+    with np.errstate(invalid="ignore"):
+        error = result - oracle
+    return bool((np.abs(error, out=error) <= allowed).all())
 
 
 def lse_budget(
@@ -145,6 +159,11 @@ def rounding_step(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(x.to(torch.float64).abs().clamp(min=info.smallest_normal, max=info.max))
     return torch.ldexp(torch.full_like(x, info.eps, dtype=torch.float64), exponent - 1)
+
+
+def _sum_slack(max_score: float, max_v: float) -> float:
+    """What two float32 sums in different orders differ by."""
+    return 4.0 * torch.finfo(torch.float32).eps * (1.0 + max_score) * max_v
 
 
 def _budget(oracle: torch.Tensor, twin: torch.Tensor, dtype: torch.dtype, slack: float) -> Budget:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,9 +14,9 @@ from reference.budget import (
     error_budget,
     exact_tolerance,
     exceeds,
-    least_budget,
     lse_budget,
     rounding_step,
+    surely_within,
 )
 from reference.problems import Problem, make_problem
 from reference.twin import low_precision
@@ -30,14 +31,35 @@ def budget_of(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, Budge
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_least_budget_allows_no_more_than_the_budget(dtype: torch.dtype) -> None:
+def test_what_is_surely_within_is_within_the_budget(dtype: torch.dtype) -> None:
     problem = make_problem([3, 1], [40, 9], heads=(4, 2), dims=(64, 64), dtype=dtype)
     oracle = paged_attention(*problem.tensors, **problem.options)
-    _, budget = budget_of(problem, dtype)
-    least = least_budget(oracle, dtype=dtype, max_score=oracle.max_score, max_v=oracle.max_v)
-    assert bool((torch.as_tensor(least.max_abs) <= torch.as_tensor(budget.max_abs)).all())
-    assert least.mean_abs <= budget.mean_abs
-    assert not exceeds(oracle.out.to(dtype), oracle.out, least).failed
+    least = error_budget(oracle, oracle, dtype=dtype, max_score=oracle.max_score, max_v=oracle.max_v)
+    random = torch.Generator().manual_seed(1)
+    seen: set[tuple[bool, bool]] = set()
+    for scale in [0.0, *(2.0**n for n in range(-4, 12))]:
+        step = rounding_step(oracle.out, dtype) * scale
+        off = oracle.out + step * (torch.rand(step.shape, generator=random, dtype=torch.float64) - 0.5)
+        result = off.to(dtype)
+        surely = surely_within(
+            result.double().numpy(),
+            oracle.out.numpy(),
+            dtype=dtype,
+            max_score=oracle.max_score,
+            max_v=oracle.max_v,
+        )
+        within = not exceeds(result, oracle.out, least).failed
+        assert within or not surely
+        seen.add((surely, within))
+    assert {(True, True), (False, False)} <= seen
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_surely_within(bad: float) -> None:
+    good, wrong = np.ones((2, 1, 3)), np.full((2, 1, 3), bad)
+    for result, oracle in ((good, good), (wrong, good), (good, np.full((2, 1, 3), math.nan))):
+        within = surely_within(result, oracle, dtype=torch.float16, max_score=1.0, max_v=1.0)
+        assert within == (result is good and oracle is good)
 
 
 def tiled(problem: Problem, dtype: torch.dtype, tile: int) -> torch.Tensor:
