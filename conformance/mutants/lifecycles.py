@@ -11,6 +11,7 @@ import torch
 
 from backends.contract import window_left
 from conformance.mutants.mutant import mutant
+from fakes.flashinfer.xqa import PAGE_SIZES, SEMAPHORE_BYTES
 
 
 @mutant(
@@ -193,9 +194,6 @@ def _(cls: type[Any]) -> type[Any]:
     return KeepsTable
 
 
-XQA_PAGE_SIZES = (16, 32, 64, 128)
-
-
 def decodes_by_xqa(cls: type[Any], first_byte: int) -> type[Any]:
     """A backend whose decode calls `trtllm_batch_decode_with_kv_cache` on a workspace that begins with this byte."""
 
@@ -204,14 +202,14 @@ def decodes_by_xqa(cls: type[Any], first_byte: int) -> type[Any]:
             from flashinfer.decode import trtllm_batch_decode_with_kv_cache  # pyright: ignore[reportMissingImports]
 
             engine, size = self.engine, self.page_size
-            if batch.phase != "decode" or size not in XQA_PAGE_SIZES or engine.soft_cap is not None:
+            if batch.phase != "decode" or size not in PAGE_SIZES or engine.soft_cap is not None:
                 return super().forward(q, k, v, layer_id, batch)
             self.kv_pool.store_kv(k, v, batch.out_loc, layer_id)
             rows = torch.tensor([req.table_idx for req in batch.padded_reqs], device=self.device)
             lens = torch.tensor(
                 [req.device_len for req in batch.padded_reqs], dtype=torch.int32, device=self.device
             )
-            self.float_workspace[: 8 << 20] = first_byte
+            self.float_workspace[:SEMAPHORE_BYTES] = first_byte
             return trtllm_batch_decode_with_kv_cache(
                 q,
                 self.paged_kv(layer_id),

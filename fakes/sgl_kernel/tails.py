@@ -61,14 +61,19 @@ def tile_rows(shape: Shape) -> int:
 
 
 def _tile(shape: Shape, mask: Visible) -> tuple[int, int] | None:
-    """Rows (heads of a group packed) and keys of a tile of 16-bit numbers; None: none that was looked at."""
-    dim, local = shape.dim, mask.local
+    """Rows and keys of a tile of 16-bit numbers; None: none that was looked at."""
+    keys = _tile_keys(shape, causal=mask.causal, local=mask.local)
+    return None if keys is None else (tile_rows(shape), keys)
+
+
+def _tile_keys(shape: Shape, *, causal: bool, local: bool) -> int | None:
+    dim = shape.dim
     if dim <= 64:
-        return (192, 128 if mask.causal or local else 192) if shape.dim_v <= 64 else None
+        return (128 if causal or local else 192) if shape.dim_v <= 64 else None
     if dim <= 96:
-        return (192, 128 if local else 144)
+        return 128 if local else 144
     if dim <= 128:
-        return (128, 128 if mask.causal or local else 176)
+        return 128 if causal or local else 176
     if dim <= 192:
-        return (128, 96 if local else (128 if shape.dim_v <= 128 else 112))
-    return (128, 64 if local else 80)
+        return 96 if local else (128 if shape.dim_v <= 128 else 112)
+    return 64 if local else 80
