@@ -26,9 +26,13 @@ class FlashInferBackend(FlashInferBase):
 
     def __init__(self, engine: EngineContext) -> None:
         super().__init__(engine, page_size=1)
+        self._layers = [
+            (_slots(self.kv_pool.k_cache(layer)), _slots(self.kv_pool.v_cache(layer)))
+            for layer in range(engine.num_layers)
+        ]
 
     def paged_kv(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return _slots(self.kv_pool.k_cache(layer_id)), _slots(self.kv_pool.v_cache(layer_id))
+        return self._layers[layer_id]
 
 
 def _slots(cache: torch.Tensor) -> torch.Tensor:

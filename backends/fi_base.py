@@ -39,13 +39,6 @@ class FIMetadata:
     initialized: bool = False
     """Whether `wrapper` holds this batch's plan."""
 
-    def __post_init__(self) -> None:
-        assert self.cu_seqlens_q_cpu.is_cpu
-        assert self.cu_seqlens_k_cpu.is_cpu
-        assert self.last_page_len_cpu.is_cpu
-        assert self.seq_lens_cpu.is_cpu
-        assert self.indices.is_cuda
-
     def get_last_indices(self, bs: int) -> torch.Tensor:
         """Row of the last query of each of the first `bs` requests, int32 `[bs]`, on the device."""
         return (self.cu_seqlens_q_cpu[1 : bs + 1] - 1).to(self.indices.device, non_blocking=True)

@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from cases.model import AnyRequest, Case, Step
-from cases.placement import Placed, Plan, free_order, pages_for
+from cases.placement import Placed, Plan, free_order, pages_for, slots_of
 
 Origin = tuple[int, int]
 """uid of a lender, and the position at which its tokens end."""
@@ -145,16 +145,12 @@ def _placed(own: Ownership, step: Step) -> Placed:
     page_size = own.page_size
     offsets = np.arange(page_size)
     pages = tuple(np.array(own.pages[r.uid], dtype=np.int64) for r in step.requests)
-    slots = tuple(
-        (mine[:, None] * page_size + offsets).reshape(-1)[: r.kv_len]
-        for r, mine in zip(step.requests, pages, strict=True)
-    )
     computed = {r.uid for r in step.requests}
     cleared = (np.array(freed, dtype=np.int64)[:, None] * page_size + offsets).reshape(-1)
     return Placed(
         rows=tuple(own.row[r.uid] for r in step.requests),
         pages=pages,
-        slots=slots,
+        slots=slots_of(step, pages, page_size),
         free_pages=np.array(sorted(own.free_pages), dtype=np.int64),
         origins=tuple(own.origins.get(r.uid, ()) for r in step.requests),
         cleared=np.concatenate((cleared, np.array(back, dtype=np.int64))),

@@ -6,10 +6,12 @@ back is handed out again first, so that pages and rows are reused as in a server
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from cases import noise
 from cases.model import AnyRequest, Case, Step
 
 
@@ -87,7 +89,16 @@ def free_order(case: Case, count: int) -> list[int]:
         return list(range(count - 1, -1, -1))
     if case.placement == "reversed":
         return list(range(count))
-    return [int(i) for i in np.random.default_rng(case.seed).permutation(count)]
+    return noise.order(case.seed, count)
+
+
+def slots_of(step: Step, pages: Sequence[np.ndarray], page_size: int) -> tuple[np.ndarray, ...]:
+    """int64 `[kv_len]` of each request: the slot of every token, by its pages."""
+    offsets = np.arange(page_size)
+    return tuple(
+        (own[:, None] * page_size + offsets).reshape(-1)[: r.kv_len] if page_size > 1 else own[: r.kv_len]
+        for r, own in zip(step.requests, pages, strict=True)
+    )
 
 
 def _release(
@@ -111,16 +122,12 @@ def _release(
 def _placed(
     step: Step, page_size: int, held: dict[int, list[int]], row_of: dict[int, int], free: list[int]
 ) -> Placed:
-    offsets = np.arange(page_size)
     borrowed = [
         [] if r.prefix_of is None else held[r.prefix_of][: r.prefix_len // page_size] for r in step.requests
     ]
     pages = tuple(
         np.array(lent + held[r.uid], dtype=np.int64) for r, lent in zip(step.requests, borrowed, strict=True)
     )
-    slots = tuple(
-        (own[:, None] * page_size + offsets).reshape(-1)[: r.kv_len]
-        for r, own in zip(step.requests, pages, strict=True)
-    )
+    slots = slots_of(step, pages, page_size)
     rows = tuple(row_of[r.uid] for r in step.requests)
     return Placed(rows, pages, slots, np.array(sorted(free), dtype=np.int64))

@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from cases.bits import bits, host_bits
 from cases.model import Case, Step
 from cases.ownership import place_session
 from cases.placement import Placed, Plan, place
@@ -56,8 +57,10 @@ class StepTensors:
 
     @cached_property
     def new_kv(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """k_all and v_all of the new tokens alone."""
-        return self.k_all[:, self.new], self.v_all[:, self.new]
+        """k_all and v_all of the new tokens alone; not to be written to."""
+        if len(self.tokens.new) == self.k_all.shape[1]:
+            return self.k_all, self.v_all
+        return tokens_of(self.k_all, self.tokens.new), tokens_of(self.v_all, self.tokens.new)
 
     @cached_property
     def out_loc(self) -> torch.Tensor:
@@ -86,13 +89,13 @@ class CaseTensors:
             rows = s.k_all if which == "k" else s.v_all
             if after:
                 pool = self.pool(step, which, nan=nan, after=False).clone()
-                self.write(pool, s.slots[s.new], rows[:, s.new])
+                self.write(pool, s.slots, rows, s.new)
             elif self.case.session and step:
                 pool = self.pool(step - 1, which, nan=nan, after=True).clone()
                 self.turn(pool, step, which, nan=nan)
             else:
                 pool = self.empty_pool(rows.shape[-1], self.poison(which, nan=nan))
-                self.write(pool, s.slots[s.stored], rows[:, s.stored])
+                self.write(pool, s.slots, rows, s.stored)
             self._pools[key] = pool
         return self._pools[key]
 
@@ -102,13 +105,11 @@ class CaseTensors:
         s = self.steps[step]
         if len(s.placed.cleared):
             poison = torch.full((1,), self.poison(which, nan=nan), dtype=pool.dtype)
-            rows = poison.expand(
-                len(pool), len(s.placed.cleared), self.case.heads.num_kv_heads, pool.shape[-1]
-            )
-            self.write(pool, torch.as_tensor(s.placed.cleared), rows)
+            count = len(s.placed.cleared)
+            rows = poison.expand(len(pool), count, self.case.heads.num_kv_heads, pool.shape[-1])
+            self.write(pool, torch.as_tensor(s.placed.cleared), rows, torch.arange(count))
         if len(s.placed.given):
-            given = torch.as_tensor(s.placed.given)
-            self.write(pool, s.slots[given], (s.k_all if which == "k" else s.v_all)[:, given])
+            self.write(pool, s.slots, s.k_all if which == "k" else s.v_all, torch.as_tensor(s.placed.given))
 
     def poison(self, which: str, *, nan: bool) -> float:
         """What unowned slots hold of K ("k") or V ("v")."""
@@ -126,10 +127,9 @@ class CaseTensors:
             if self.case.session and step:
                 table = self.page_table(step - 1).numpy().copy()
             else:
-                free = (
-                    placed.free_pages[:, None] * self.case.page_size + np.arange(self.case.page_size)
-                ).reshape(-1)
-                table = np.resize(free, (self.plan.num_rows, self.case.table_width)).astype(np.int32)
+                page_size, shape = self.case.page_size, (self.plan.num_rows, self.case.table_width)
+                free = (placed.free_pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
+                table = free.astype(np.int32).take(np.arange(shape[0] * shape[1]), mode="wrap").reshape(shape)
             for row, slots in zip(placed.rows, placed.slots, strict=True):
                 table[row, : len(slots)] = slots
             self._tables[step] = torch.as_tensor(table)
@@ -144,19 +144,31 @@ class CaseTensors:
         shape = (case.num_layers, self.plan.num_pages, *inner, dim)
         return torch.full(shape, fill, dtype=getattr(torch, case.cache_dtype))
 
-    def write(self, pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Put rows `[layers, n, num_kv_heads, dim]` at `slots` of every layer of a pool, on whatever device it is."""
-        bits, rows, slots = _bits(pool), rows.to(pool.device), slots.to(pool.device)
-        if self.case.layout == "NHD":
-            bits.flatten(1, 2).index_copy_(1, slots, _bits(rows))
+    def write(self, pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, which: torch.Tensor) -> None:
+        """Put those of the tokens' rows `[layers, n, num_kv_heads, dim]` that `which` names at their `slots` (int64
+        `[n]`), in every layer of a pool on whatever device."""
+        if not len(which):
             return
-        page, offset = slots // self.case.page_size, slots % self.case.page_size
-        bits.transpose(2, 3)[:, page, offset] = _bits(rows)
+        if not pool.is_cpu:
+            into, rows, slots = bits(pool), bits(rows)[:, which].to(pool.device), slots[which].to(pool.device)
+            page, offset = slots // self.case.page_size, slots % self.case.page_size
+            into = into if self.case.layout == "NHD" else into.transpose(2, 3)
+            into[:, page, offset] = rows
+            return
+        words, new = host_bits(pool), host_bits(rows)
+        at = slots.numpy()
+        if len(which) < len(slots):
+            new, at = new[:, which.numpy()], at[which.numpy()]
+        if self.case.layout == "NHD":
+            words.reshape(len(words), -1, *words.shape[3:])[:, at] = new
+        else:
+            page, offset = np.divmod(at, self.case.page_size)
+            words.swapaxes(2, 3)[:, page, offset] = new
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    # torch indexes no float8 tensor on a CPU; their bytes move the same way
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+def tokens_of(rows: torch.Tensor, which: np.ndarray) -> torch.Tensor:
+    """A copy of some tokens, `rows[:, which]`."""
+    return torch.from_numpy(host_bits(rows)[:, which]).view(rows.dtype)
 
 
 def materialise(case: Case) -> CaseTensors:
@@ -187,7 +199,8 @@ def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     # numpy gives an array without elements odd strides, which kernels look at
     if not array.size:
         return torch.empty(array.shape, dtype=dtype)
-    return torch.as_tensor(np.ascontiguousarray(array)).to(dtype)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if dtype is torch.float32 else tensor.half() if dtype is torch.float16 else tensor.to(dtype)
 
 
 def custom_masks(seed: int, step: Step) -> tuple[torch.Tensor, ...]:

@@ -8,49 +8,14 @@ hashed offsets, which costs a gather and no random numbers per case.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cases import noise
 from cases.model import AnyRequest, Case, Mask, Step
 
-_TABLE = 1 << 20
 _EXTREME_SCORE = 300.0
-
-
-@cache
-def _noise() -> np.ndarray:
-    return np.random.default_rng(20261129).standard_normal(_TABLE).astype(np.float32)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Finaliser of splitmix64, elementwise on uint64."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _key(seed: int, *parts: np.ndarray) -> np.ndarray:
-    """Hash of the parts, elementwise, as uint64."""
-    h = np.uint64((seed + 1) * _GOLDEN % (1 << 64))
-    for part in parts:
-        h = _mix(h + part.astype(np.uint64) * np.uint64(_GOLDEN))
-    return np.asarray(h)
-
-
-def _salted(h: np.ndarray, salt: np.ndarray | int) -> np.ndarray:
-    """A further hash of each one, broadcast against `salt`."""
-    return _mix(h + np.asarray(salt, dtype=np.uint64) * np.uint64(_GOLDEN))
-
-
-def _rows(keys: np.ndarray, width: int) -> np.ndarray:
-    """float32 `[*keys.shape, width]`: a stretch of noise for each key."""
-    offsets = (keys % np.uint64(_TABLE - width)).astype(np.int64)
-    return np.lib.stride_tricks.sliding_window_view(_noise(), width)[offsets]
 
 
 class TokenIds:
@@ -93,9 +58,9 @@ def keys_and_values(case: Case, tokens: TokenIds) -> tuple[np.ndarray, np.ndarra
     """K float32 `[layers, num_tokens, num_kv_heads, head_dim_qk]` and V `[..., head_dim_vo]` of one step."""
     heads = case.heads
     layers = np.arange(case.num_layers)[:, None]
-    token = _key(case.seed, tokens.uid, tokens.position)
+    token = noise.key(case.seed, tokens.uid, tokens.position)
     shape = (case.num_layers, len(tokens.uid), heads.num_kv_heads)
-    k = _rows(_salted(token, 4 * layers + 1), heads.num_kv_heads * heads.head_dim_qk)
+    k = noise.rows(noise.salted(token, 4 * layers + 1), heads.num_kv_heads * heads.head_dim_qk)
     if case.values == "constant_v":
         v = np.ones((*shape, heads.head_dim_vo), dtype=np.float32)
         v *= (1 + layers[..., None, None]).astype(np.float32)
@@ -103,7 +68,7 @@ def keys_and_values(case: Case, tokens: TokenIds) -> tuple[np.ndarray, np.ndarra
         hot: np.ndarray = tokens.position[:, None, None] % heads.head_dim_vo == np.arange(heads.head_dim_vo)
         v = np.broadcast_to(hot, (*shape, heads.head_dim_vo)).astype(np.float32)
     else:
-        v = _rows(_salted(token, 4 * layers + 2), heads.num_kv_heads * heads.head_dim_vo)
+        v = noise.rows(noise.salted(token, 4 * layers + 2), heads.num_kv_heads * heads.head_dim_vo)
     return k.reshape(*shape, heads.head_dim_qk), v.reshape(*shape, heads.head_dim_vo)
 
 
@@ -127,16 +92,16 @@ def queries(case: Case, step: Step, tokens: TokenIds, rows: RowIds, k: np.ndarra
     uid = np.array([r.uid for r in step.requests], dtype=np.int64)[rows.request]
     layers = np.arange(case.num_layers)[:, None, None]
     head = np.arange(heads.num_qo_heads)
-    who = _salted(_key(case.seed, uid, rows.position + (1 << 32))[:, None], 8192 * layers + head)
+    who = noise.salted(noise.key(case.seed, uid, rows.position + (1 << 32))[:, None], 8192 * layers + head)
     if case.values == "random":
-        return _rows(who, heads.head_dim_qk)
+        return noise.rows(who, heads.head_dim_qk)
     borders = _borders(case.mask, case.page_size, step.requests, rows)
     pick = (who % np.uint64(borders.shape[1])).astype(np.int64)
     needle = borders[np.arange(len(rows.request))[:, None], pick]
     needle += tokens.start[rows.request][:, None]
     needle = np.minimum(needle, len(tokens.uid) - 1)
     aimed = k[layers, needle, head // heads.group_size]
-    norm = np.einsum("lrhd,lrhd->lrh", aimed, aimed) * np.float32(case.k_scale * case.scale)
+    norm = np.vecdot(aimed, aimed) * np.float32(case.k_scale * case.scale)
     if case.values == "extreme":
         sign = np.where((who >> np.uint64(32)) % np.uint64(4) == 0, -1, 1)
         score = (_EXTREME_SCORE * sign).astype(np.float32)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from backends.contract import Attention, KernelCall
+from cases.bits import same_bits
 from cases.tensors import StepTensors
 from conformance.engine import EngineRun, bring_back, fetched_pool, fused, receive
 from conformance.execution import Execution, LayerRun, Mark, StepRun
@@ -49,7 +50,7 @@ class KernelRun(EngineRun):
             return
         for layer, (call, then) in enumerate(zip(calls, kept, strict=True)):
             for name, now, before in zip(("q", "k", "v"), (call.q, call.k, call.v), then, strict=True):
-                if not torch.equal(_bits(now), _bits(before)):
+                if not same_bits(now, before):
                     run.changed.append(f"{name} of layer {layer}")
         run.pool = fetched_pool(self.pool, self.machine)
 
@@ -131,7 +132,3 @@ class KernelRun(EngineRun):
         exact = exact._replace(max_score=whole.max_score, max_v=whole.max_v)
         execution.answers[index, layer] = Answer(exact, exact_tolerance(whole.max_score, whole.max_v))
         return rounded
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -46,6 +46,7 @@ class Pool:
         k = machine.adopt(tensors.empty_pool(case.heads.head_dim_qk, 0.0))
         v = machine.adopt(tensors.empty_pool(case.heads.head_dim_vo, 0.0))
         self.k, self.v = machine.alias(k), machine.alias(v)
+        self._quantised = case.stored_as_fp8
         self._k_layers = list(k.unbind(0))
         self._v_layers = list(v.unbind(0))
 
@@ -75,6 +76,6 @@ class Pool:
         self.stored()
         caches = [self._k_layers[layer_id], self._v_layers[layer_id]]
         rows = [k, v]
-        if caches[0].element_size() == 1:
+        if self._quantised:
             rows = [_quantised(x, scale, caches[0].dtype) for x, scale in zip(rows, self.scales, strict=True)]
         _store(caches, out_loc, rows, self.layout)

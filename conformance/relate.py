@@ -14,7 +14,7 @@ import torch
 
 from backends.contract import Capabilities
 from cases.model import Case, Placement, Request, Step
-from cases.tensors import CaseTensors, materialise
+from cases.tensors import CaseTensors, materialise, tokens_of
 from conformance.question import Question
 
 
@@ -174,11 +174,5 @@ def _lend(name: str, question: Question, case: Case, rows: tuple[np.ndarray, ...
 
 
 def _keys(k: torch.Tensor, v: torch.Tensor, tokens: list[int]) -> dict[str, torch.Tensor]:
-    take = torch.tensor(tokens, dtype=torch.int64)
-    return {"k_all": _take(k, take), "v_all": _take(v, take)}
-
-
-def _take(rows: torch.Tensor, take: torch.Tensor) -> torch.Tensor:
-    if rows.element_size() == 1:
-        return rows.view(torch.uint8)[:, take].view(rows.dtype)
-    return rows[:, take]
+    take = np.array(tokens, dtype=np.int64)
+    return {"k_all": tokens_of(k, take), "v_all": tokens_of(v, take)}

@@ -8,6 +8,7 @@ mask and softmax follow in this order; a row that sees no key is (0, -inf).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -25,6 +26,9 @@ SAFE_SCORE = 300.0
 """Scores below this need no running maximum: float64 holds exp(300) and its inverse to full precision."""
 
 _CACHED_MASK = 1 << 14
+
+FEW = 600
+"""Numbers from which on torch's functions are faster than numpy's, their calls included."""
 
 TOGETHER = 1 << 14
 """Up to this many scores, requests are computed in one block whose mask keeps them apart: fewer and larger steps."""
@@ -76,9 +80,12 @@ def attend(
     num_kv_heads = k.shape[1] if layout in ("HND", "ragged") else k.shape[2]
     group = num_qo_heads // num_kv_heads
     packed_rows = rows * group  # rows of one KV head: its query heads, row by row
-    result = np.full((num_kv_heads, packed_rows, v.shape[-1]), np.nan)
-    top = np.full((num_kv_heads, packed_rows, 1), np.nan)
-    total = np.full((num_kv_heads, packed_rows, 1), np.nan)
+    result = np.empty((num_kv_heads, packed_rows, v.shape[-1]))
+    top, total = np.zeros((num_kv_heads, packed_rows, 1)), np.empty((num_kv_heads, packed_rows, 1))
+    in_order = _in_order(spans)
+    if not (in_order and spans and spans[0].q_start == 0 and spans[-1].q_end == rows):
+        result.fill(np.nan)
+        total.fill(np.nan)
     if not spans:
         return _unpacked(result, top, total, rows, group)
     slots = np.concatenate([span.slots for span in spans]) if len(spans) > 1 else spans[0].slots
@@ -87,27 +94,26 @@ def attend(
     per_head = isinstance(k_scale, np.ndarray) or isinstance(v_scale, np.ndarray)
     factor = scale if per_head else scale * k_scale
     query = _doubles(q)
-    query = query.reshape(rows, num_kv_heads, group, dim_qk).transpose(1, 0, 2, 3) * factor
-    query = query.reshape(num_kv_heads, packed_rows, dim_qk)
+    if num_kv_heads > 1:
+        query = query.reshape(rows, num_kv_heads, group, dim_qk).transpose(1, 0, 2, 3)
+    query = (query * factor).reshape(num_kv_heads, packed_rows, dim_qk)
     sink = None if sinks is None else np.tile(sinks.reshape(num_kv_heads, 1, group), (1, rows, 1))
     if sink is not None:
         sink = sink.reshape(num_kv_heads, packed_rows, 1)
-    limit = _bound(query) * _bound(keys) * dim_qk
-    small, strange = sink is None and limit < SAFE_SCORE, not np.isfinite(limit)
-    if small:
-        top[:] = 0.0
+    limit = _largest_score(query, keys)
+    small, strange = sink is None and limit < SAFE_SCORE, not math.isfinite(limit)
     scores_in_all = num_qo_heads * (spans[-1].q_end - spans[0].q_start) * len(slots)
     plain = custom is None and not per_head and len(spans) > 1
     # A weight of 0 keeps a neighbour's key out only if that key's value is finite.
-    if small and plain and scores_in_all <= TOGETHER and _in_order(spans) and np.isfinite(values).all():
+    if small and plain and scores_in_all <= TOGETHER and in_order and _finite(values):
         at = slice(spans[0].q_start * group, spans[-1].q_end * group)
         shape = tuple((span.q_end - span.q_start, len(span.slots)) for span in spans)
         bias, some_empty = _cached_block(shape, window_left, 0 if causal else window_right, group)
         scores = np.matmul(query[:, at], keys.transpose(1, 2, 0))
         if soft_cap > 0.0:
-            scores = soft_cap * np.tanh(scores / soft_cap)
+            scores = capped(scores, soft_cap)
         scores += bias
-        np.exp(scores, out=scores)
+        exponential(scores)
         np.add.reduce(scores, axis=-1, keepdims=True, out=total[:, at])
         np.matmul(scores, values.transpose(1, 0, 2), out=result[:, at])
         spans = ()
@@ -135,7 +141,7 @@ def attend(
             some_empty = some_empty or empty
             scores = np.matmul(query[:, at], key)  # [kv heads, rows * group, keys]
             if soft_cap > 0.0:
-                scores = soft_cap * np.tanh(scores / soft_cap)
+                scores = capped(scores, soft_cap)
             if bias is not None:
                 scores += bias
                 if strange:  # a score that is NaN is masked as well
@@ -148,7 +154,7 @@ def attend(
                 if empty:
                     peak[np.isneginf(peak)] = 0.0
                 scores -= peak
-            np.exp(scores, out=scores)
+            exponential(scores)
             np.add.reduce(scores, axis=-1, keepdims=True, out=total[:, at])
             np.matmul(scores, value, out=result[:, at])
     if sink is not None:
@@ -203,6 +209,42 @@ def uncovered(spans: Sequence[Span], rows: int) -> np.ndarray | None:
     for span in spans:
         free[span.q_start : span.q_end] = False
     return free if free.any() else None
+
+
+def exponential(numbers: np.ndarray) -> None:
+    """exp in place. Beyond some hundred numbers torch's vector code is faster than numpy's loop, by up to three times."""
+    if numbers.size < FEW:
+        np.exp(numbers, out=numbers)
+    else:
+        torch.from_numpy(numbers).exp_()
+
+
+def capped(scores: np.ndarray, soft_cap: float) -> np.ndarray:
+    """soft_cap * tanh(scores / soft_cap)."""
+    scores = scores / soft_cap
+    if scores.size < FEW:
+        np.tanh(scores, out=scores)
+    else:
+        torch.from_numpy(scores).tanh_()
+    scores *= soft_cap
+    return scores
+
+
+def _largest_score(query: np.ndarray, keys: np.ndarray) -> float:
+    """A number that no |score| is above; NaN or Inf where a query or a key is not finite (or may not be)."""
+    norms = math.sqrt(_square(query)) * math.sqrt(_square(keys))
+    if norms < SAFE_SCORE or not math.isfinite(norms):
+        return norms
+    return _bound(query) * _bound(keys) * query.shape[-1]
+
+
+def _square(numbers: np.ndarray) -> float:
+    """Sum of squares, in one pass; not finite where a number is not."""
+    return float(np.vdot(numbers, numbers))
+
+
+def _finite(numbers: np.ndarray) -> bool:
+    return math.isfinite(_square(numbers)) or bool(np.isfinite(numbers).all())
 
 
 def _bound(numbers: np.ndarray) -> float:
@@ -290,7 +332,7 @@ def _heads(scale: float | np.ndarray, span: int) -> float | np.ndarray:
 
 
 def _doubles(tensor: torch.Tensor) -> np.ndarray:
-    return (tensor.detach() if tensor.requires_grad else tensor).to(torch.float64).numpy()
+    return (tensor.detach() if tensor.requires_grad else tensor).double().numpy()
 
 
 def gather(cache: torch.Tensor, slots: np.ndarray, layout: str) -> np.ndarray:

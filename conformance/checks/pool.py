@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from cases.bits import bits, same_bits
 from conformance.outcome import Finding
 from conformance.trial import Trial
 
@@ -22,23 +23,14 @@ def check(trial: Trial) -> list[Finding]:
     return found
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    word = _WORDS[a.element_size()]
-    return torch.equal(a.view(word), b.view(word))
-
-
 def difference(trial: Trial, step: int, which: str, after: torch.Tensor, want: torch.Tensor) -> list[Finding]:
     """The first slot of K ("k") or V ("v") that does not hold what it must after a step."""
-    return [] if _same_bits(after, want) else [_finding(trial, step, which, after, want)]
+    return [] if same_bits(after, want) else [_finding(trial, step, which, after, want)]
 
 
 def _finding(trial: Trial, step: int, which: str, after: torch.Tensor, want: torch.Tensor) -> Finding:
     case, tensors = trial.case, trial.question.step(step)
-    word = _WORDS[after.element_size()]
-    different = after.view(word) != want.view(word)
+    different = bits(after) != bits(want)
     if case.layout == "HND":
         different = different.transpose(2, 3)
     per_slot = different.flatten(3).any(-1).numpy()

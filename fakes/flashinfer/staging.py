@@ -86,6 +86,7 @@ def read_back(**arrays: torch.Tensor | None) -> None:
     streams = cuda.streams()
     if streams is None:
         return
-    for name, array in arrays.items():
-        if array is not None and cuda.on_device(array):
-            streams.drain(f"plan, which reads {name} back from the device")
+    with cuda.paused():
+        read = [name for name, array in arrays.items() if array is not None and cuda.on_device(array)]
+    for name in read:
+        streams.drain(f"plan, which reads {name} back from the device")
