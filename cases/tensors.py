@@ -6,12 +6,12 @@ A pure function of the case. Everything is built on the CPU in a handful of call
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
 
-from cases.bits import bits, host_bits
+from cases.bits import host_bits
 from cases.model import Case, Step
 from cases.ownership import place_session
 from cases.placement import Placed, Plan, place
@@ -39,33 +39,38 @@ class StepTensors:
     """One bool `[qo_len, kv_len]` per request of a case with a custom mask."""
 
     @cached_property
-    def slots(self) -> torch.Tensor:
+    def slots(self) -> np.ndarray:
         """int64 `[num_tokens]`: slot of every token in `k_all`."""
-        return torch.as_tensor(np.concatenate(self.placed.slots))
+        return np.concatenate(self.placed.slots)
 
     @cached_property
-    def new(self) -> torch.Tensor:
+    def new(self) -> np.ndarray:
         """int64 `[num_new]`: the tokens in `k_all` that an engine computes in this step."""
-        return torch.as_tensor(self.tokens.new)
+        return self.tokens.new
 
     @cached_property
-    def stored(self) -> torch.Tensor:
+    def stored(self) -> np.ndarray:
         """int64: the tokens in `k_all` that stand in the pool before the step."""
         keep = np.ones(len(self.tokens.uid), dtype=bool)
         keep[self.tokens.new] = False
-        return torch.as_tensor(np.flatnonzero(keep))
+        return np.flatnonzero(keep)
 
     @cached_property
     def new_kv(self) -> tuple[torch.Tensor, torch.Tensor]:
         """k_all and v_all of the new tokens alone; not to be written to."""
-        if len(self.tokens.new) == self.k_all.shape[1]:
+        if len(self.new) == len(self.slots):
             return self.k_all, self.v_all
-        return tokens_of(self.k_all, self.tokens.new), tokens_of(self.v_all, self.tokens.new)
+        return tokens_of(self.k_all, self.new), tokens_of(self.v_all, self.new)
 
     @cached_property
     def out_loc(self) -> torch.Tensor:
         """int32 `[num_new]`: the slot of each new token."""
-        return self.slots[self.new].int()
+        return torch.from_numpy(self.slots[self.new].astype(np.int32))
+
+    @cached_property
+    def words(self) -> dict[str, np.ndarray]:
+        """The bits of `k_all` ("k") and `v_all` ("v")."""
+        return {"k": host_bits(self.k_all), "v": host_bits(self.v_all)}
 
 
 @dataclass(frozen=True)
@@ -80,36 +85,48 @@ class CaseTensors:
     def _pools(self) -> dict[tuple[int, str, bool, bool], torch.Tensor]:
         return {}
 
+    @cached_property
+    def _images(self) -> dict[tuple[int, str, bool, bool], np.ndarray]:
+        return {}
+
     def pool(self, step: int, which: str, *, nan: bool, after: bool) -> torch.Tensor:
         """What K ("k") or V ("v") of all layers must hold before or after a step: the tokens that stand there by then,
         poison in every other slot. Made once; not to be written to."""
         key = (step, which, nan, after)
         if key not in self._pools:
-            s = self.steps[step]
-            rows = s.k_all if which == "k" else s.v_all
-            if after:
-                pool = self.pool(step, which, nan=nan, after=False).clone()
-                self.write(pool, s.slots, rows, s.new)
-            elif self.case.session and step:
-                pool = self.pool(step - 1, which, nan=nan, after=True).clone()
-                self.turn(pool, step, which, nan=nan)
-            else:
-                pool = self.empty_pool(rows.shape[-1], self.poison(which, nan=nan))
-                self.write(pool, s.slots, rows, s.stored)
-            self._pools[key] = pool
+            image = self._image(step, which, nan=nan, after=after)
+            self._pools[key] = torch.from_numpy(image).view(getattr(torch, self.case.cache_dtype))
         return self._pools[key]
 
-    def turn(self, pool: torch.Tensor, step: int, which: str, *, nan: bool) -> None:
-        """What happens to a session's pool before a step: poison where a token has gone, and the tokens that requests
-        bring along."""
+    def _image(self, step: int, which: str, *, nan: bool, after: bool) -> np.ndarray:
+        """The bits of `pool`."""
+        key = (step, which, nan, after)
+        if key not in self._images:
+            s = self.steps[step]
+            if after:
+                image = self._image(step, which, nan=nan, after=False).copy()
+                self.put(image, s.slots, s.words[which], s.new)
+            elif self.case.session and step:
+                image = self._image(step - 1, which, nan=nan, after=True).copy()
+                self.turn(image, step, which, nan=nan)
+            else:
+                dim = s.words[which].shape[-1]
+                word = _word(self.case.cache_dtype, self.poison(which, nan=nan))
+                image = np.full(self.pool_shape(dim), word)
+                self.put(image, s.slots, s.words[which], s.stored)
+            self._images[key] = image
+        return self._images[key]
+
+    def turn(self, pool: np.ndarray, step: int, which: str, *, nan: bool) -> None:
+        """What happens to a session's pool (its bits) before a step: poison where a token has gone, and the tokens that
+        requests bring along."""
         s = self.steps[step]
-        if len(s.placed.cleared):
-            poison = torch.full((1,), self.poison(which, nan=nan), dtype=pool.dtype)
-            count = len(s.placed.cleared)
-            rows = poison.expand(len(pool), count, self.case.heads.num_kv_heads, pool.shape[-1])
-            self.write(pool, torch.as_tensor(s.placed.cleared), rows, torch.arange(count))
-        if len(s.placed.given):
-            self.write(pool, s.slots, s.k_all if which == "k" else s.v_all, torch.as_tensor(s.placed.given))
+        cleared = s.placed.cleared
+        if len(cleared):
+            word = _word(self.case.cache_dtype, self.poison(which, nan=nan))
+            shape = (self.case.num_layers, len(cleared), self.case.heads.num_kv_heads, pool.shape[-1])
+            self.put(pool, cleared, np.broadcast_to(word, shape), np.arange(len(cleared)))
+        self.put(pool, s.slots, s.words[which], s.placed.given)
 
     def poison(self, which: str, *, nan: bool) -> float:
         """What unowned slots hold of K ("k") or V ("v")."""
@@ -132,38 +149,38 @@ class CaseTensors:
                 table = free.astype(np.int32).take(np.arange(shape[0] * shape[1]), mode="wrap").reshape(shape)
             for row, slots in zip(placed.rows, placed.slots, strict=True):
                 table[row, : len(slots)] = slots
-            self._tables[step] = torch.as_tensor(table)
+            self._tables[step] = torch.from_numpy(table)
         return self._tables[step]
 
-    def empty_pool(self, dim: int, fill: float) -> torch.Tensor:
-        """A pool of all layers: `[layers, num_pages, page_size, num_kv_heads, dim]` (HND: heads before slots)."""
-        case = self.case
-        inner = (case.page_size, case.heads.num_kv_heads)
-        if case.layout == "HND":
-            inner = inner[::-1]
-        shape = (case.num_layers, self.plan.num_pages, *inner, dim)
-        return torch.full(shape, fill, dtype=getattr(torch, case.cache_dtype))
+    def pool_shape(self, dim: int) -> tuple[int, ...]:
+        """`[layers, num_pages, page_size, num_kv_heads, dim]` (HND: heads before slots)."""
+        inner = (self.case.page_size, self.case.heads.num_kv_heads)
+        return (
+            self.case.num_layers,
+            self.plan.num_pages,
+            *(inner if self.case.layout == "NHD" else inner[::-1]),
+            dim,
+        )
 
-    def write(self, pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, which: torch.Tensor) -> None:
+    def put(self, pool: np.ndarray, slots: np.ndarray, rows: np.ndarray, which: np.ndarray) -> None:
         """Put those of the tokens' rows `[layers, n, num_kv_heads, dim]` that `which` names at their `slots` (int64
-        `[n]`), in every layer of a pool on whatever device."""
+        `[n]`), in every layer of a pool."""
         if not len(which):
             return
-        if not pool.is_cpu:
-            into, rows, slots = bits(pool), bits(rows)[:, which].to(pool.device), slots[which].to(pool.device)
-            page, offset = slots // self.case.page_size, slots % self.case.page_size
-            into = into if self.case.layout == "NHD" else into.transpose(2, 3)
-            into[:, page, offset] = rows
-            return
-        words, new = host_bits(pool), host_bits(rows)
-        at = slots.numpy()
         if len(which) < len(slots):
-            new, at = new[:, which.numpy()], at[which.numpy()]
+            rows, slots = rows[:, which], slots[which]
         if self.case.layout == "NHD":
-            words.reshape(len(words), -1, *words.shape[3:])[:, at] = new
+            flat = pool.reshape(len(pool), -1, pool.shape[-2] * pool.shape[-1])
+            flat[:, slots] = rows.reshape(*rows.shape[:2], flat.shape[2])
         else:
-            page, offset = np.divmod(at, self.case.page_size)
-            words.swapaxes(2, 3)[:, page, offset] = new
+            page, offset = np.divmod(slots, self.case.page_size)
+            pool.swapaxes(2, 3)[:, page, offset] = rows
+
+
+@cache
+def _word(dtype: str, value: float) -> np.generic:
+    """The bits of a number."""
+    return host_bits(torch.full((1,), value, dtype=getattr(torch, dtype)))[0]
 
 
 def tokens_of(rows: torch.Tensor, which: np.ndarray) -> torch.Tensor:

@@ -79,7 +79,7 @@ def is_plain(
     if a.layout == "ragged":
         wanted, k, v = np.arange(len(tensors.tokens.uid)), handed.k, handed.v
     elif a.layout == case.layout and (a.layout == "NHD" or a.page_size == case.page_size):
-        wanted, k, v = tensors.slots.numpy(), k_pool, v_pool
+        wanted, k, v = tensors.slots, k_pool, v_pool
     else:
         return False
     for given, own in ((a.k, k), (a.v, v)):

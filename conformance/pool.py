@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cases.bits import host_bits
 from cases.tensors import CaseTensors
 from conformance.execution import Mark
 from conformance.machine import Machine
@@ -15,12 +16,12 @@ from fakes.recorder import Recorder
 def _store(caches: list[torch.Tensor], out_loc: torch.Tensor, rows: list[torch.Tensor], layout: str) -> None:
     slots = out_loc.long()
     for cache, new in zip(caches, rows, strict=True):
-        bits = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+        words = cache.view(torch.uint8) if cache.element_size() == 1 else cache
         if layout == "NHD":
-            bits.flatten(0, 1).index_copy_(0, slots, new)
+            words.flatten(0, 1).index_copy_(0, slots, new)
         else:
-            page_size = bits.shape[2]
-            bits.transpose(1, 2)[slots.div(page_size, rounding_mode="floor"), slots % page_size] = new
+            page_size = words.shape[2]
+            words.transpose(1, 2)[slots.div(page_size, rounding_mode="floor"), slots % page_size] = new
 
 
 @cuda.kernel
@@ -43,8 +44,9 @@ class Pool:
         self._tensors = tensors
         self.layout = case.layout
         self.scales = (case.k_scale, case.v_scale)
-        k = machine.adopt(tensors.empty_pool(case.heads.head_dim_qk, 0.0))
-        v = machine.adopt(tensors.empty_pool(case.heads.head_dim_vo, 0.0))
+        dtype = getattr(torch, case.cache_dtype)
+        k = machine.adopt(torch.zeros(tensors.pool_shape(case.heads.head_dim_qk), dtype=dtype))
+        v = machine.adopt(torch.zeros(tensors.pool_shape(case.heads.head_dim_vo), dtype=dtype))
         self.k, self.v = machine.alias(k), machine.alias(v)
         self._quantised = case.stored_as_fp8
         self._k_layers = list(k.unbind(0))
@@ -57,7 +59,9 @@ class Pool:
         """
         for which, pool in (("k", self.k), ("v", self.v)):
             if step and self._tensors.case.session:
-                self._tensors.turn(pool, step, which, nan=nan)
+                host = pool.cpu()  # itself, but for a real device
+                self._tensors.turn(host_bits(host), step, which, nan=nan)
+                pool.copy_(host)
             else:
                 pool.copy_(self._tensors.pool(step, which, nan=nan, after=False))
 

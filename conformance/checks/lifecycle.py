@@ -52,7 +52,7 @@ def _plans(trial: Trial, step: int, calls: list[Call]) -> list[Finding]:
 def _stores(trial: Trial, step: int, calls: list[Call]) -> list[Finding]:
     """Reads of this step's new tokens before they were stored."""
     tensors = trial.question.step(step)
-    new = tensors.slots[tensors.new].numpy()
+    new = tensors.slots[tensors.new]
     for call in calls:
         if call.attended is None or call.attended.layout == "ragged":
             continue
