@@ -72,7 +72,8 @@ class TorchBackend:
         for i, kv_len in enumerate(metadata.cache_seqlens.tolist()):
             rows = slice(starts[i], starts[i + 1])
             slots = metadata.page_table[i, :kv_len]
-            out[rows] = self._attend(q[rows], k_slots[slots], v_slots[slots])
+            k_own, v_own = k_slots.index_select(0, slots), v_slots.index_select(0, slots)
+            out[rows] = self._attend(q[rows], k_own, v_own)
         return out
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_bits(tensor: torch.Tensor) -> np.ndarray:
-    """`bits` of a tensor on the CPU, as a numpy array over its memory: indexing that costs half of what torch's does."""
+    """`bits` of a tensor on the CPU, as a numpy array over its memory, whose indexing costs half of torch's."""
     return tensor.view(_WORDS[tensor.element_size()]).numpy()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype have one shape and the same bits: a NaN equals the same NaN, and torch compares
+    """Whether two tensors have one dtype, one shape and the same bits. A NaN equals the same NaN; torch compares
     integers faster than halves."""
-    return torch.equal(bits(a), bits(b))
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))

@@ -103,13 +103,17 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
     return tuple((f.name, MISSING if f.name in always else f.default) for f in fields(kind))
 
 
+_SCALARS = frozenset((int, float, str, bool, type(None)))
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
-    if not hasattr(value, "__dataclass_fields__"):
+    kind = type(value)
+    if kind in _SCALARS:
         return value
+    if kind is tuple:
+        return [_plain(item) for item in value]
     found: dict[str, Any] = {}
-    for name, default in _defaults(value.__class__):
+    for name, default in _defaults(kind):
         item = getattr(value, name)
         if item != default:
             found[name] = _plain(item)

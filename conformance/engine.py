@@ -14,6 +14,7 @@ import torch
 
 from backends.contract import Backend, Batch, EngineContext, Req
 from backends.registry import BackendSpec
+from cases.bits import same_bits
 from cases.model import Case, Request
 from cases.tensors import CaseTensors, StepTensors
 from conformance.execution import Execution, LayerRun, Mark, StepRun
@@ -154,7 +155,7 @@ class EngineRun:
             padded_reqs=list(reqs),
             phase=tensors.step.phase,
             kind=tensors.step.kind,
-            positions=self.machine.adopt(torch.as_tensor(tensors.rows.position.astype(np.int32))),
+            positions=self.machine.adopt(torch.from_numpy(tensors.rows.position.astype(np.int32))),
             out_loc=self.machine.adopt(tensors.out_loc.clone()),
         )
 
@@ -174,7 +175,7 @@ class EngineRun:
         changed: list[str] = []
         for layer, handed in enumerate(given):
             for name, now, then in (("q", handed.q, q), ("k", handed.k, k), ("v", handed.v, v)):
-                if not torch.equal(fetch(now), then[layer]):
+                if not same_bits(fetch(now), then[layer]):
                     changed.append(f"{name} of layer {layer}")
         if not torch.equal(fetch(self.table), self.tensors.page_table(index)):
             changed.append("page_table")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from backends.contract import Refused
+from cases.bits import same_bits
 from conformance.question import Answer
 from fakes.recorder import Call, Recorder
 
@@ -108,3 +109,18 @@ class _Catching:
             return False
         self._execution.failure = Failure(error, self._step, self._layer, isinstance(error, Refused))
         return True
+
+
+def differing_layers(a: Execution, b: Execution) -> list[tuple[int, int, int]]:
+    """(step, layer, first row) wherever two executions of the same case gave different bits (any NaN equals any)."""
+    found: list[tuple[int, int, int]] = []
+    for step, (run_a, run_b) in enumerate(zip(a.steps, b.steps, strict=False)):
+        for layer, (x, y) in enumerate(zip(run_a.layers, run_b.layers, strict=False)):
+            if x.values is None or y.values is None or x.values.shape != y.values.shape:
+                continue
+            if same_bits(x.values, y.values):
+                continue
+            same = (x.values == y.values) | (x.values.isnan() & y.values.isnan())
+            if not same.all():
+                found.append((step, layer, int((~same).flatten(1).any(1).nonzero()[0])))
+    return found

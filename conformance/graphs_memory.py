@@ -56,8 +56,8 @@ class Guards(TorchFunctionMode):
 
     def _intact(self, whole: torch.Tensor) -> bool:
         words = self._machine.fetch(whole)
-        guards = (words[:_GUARD_WORDS], words[-_GUARD_WORDS:])
-        return all(bool((part == torch.full_like(part, _GUARD_VALUE)).all()) for part in guards)
+        guards = torch.cat((words[:_GUARD_WORDS], words[-_GUARD_WORDS:]))
+        return bool((guards == _GUARD_VALUE).all())
 
 
 _FACTORIES = {torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.tensor}

@@ -11,7 +11,7 @@ from backends.registry import BackendSpec
 from cases.model import Case
 from cases.tensors import CaseTensors
 from conformance.engine import EngineRun
-from conformance.execution import Execution
+from conformance.execution import Execution, differing_layers
 from conformance.graphs_run import GraphExecution, graph_execution
 from conformance.kernel import KernelRun
 from conformance.machine import Machine
@@ -86,12 +86,21 @@ class Trial:
         """What the checks that have run found, by name."""
         self._run = asker.start(question)
         self.first = self._run.execute(nan=asker.poisons_with_nan)
-        asker.machine.soil()
-        self.second = self._run.execute(nan=False, with_lse=False)
 
     @property
     def case(self) -> Case:
         return self.question.case
+
+    @cached_property
+    def second(self) -> Execution:
+        """The other of the two, made when it is first looked at."""
+        self.asker.machine.soil()
+        return self._run.execute(nan=False, with_lse=False)
+
+    @cached_property
+    def changed(self) -> list[tuple[int, int, int]]:
+        """(step, layer, first row) wherever the second execution gave other bits than the first."""
+        return differing_layers(self.first, self.second)
 
     @cached_property
     def third(self) -> Execution:

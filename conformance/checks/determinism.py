@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.checks.poison import differing_layers
+from conformance.execution import differing_layers
 from conformance.outcome import Finding, Outcome
 from conformance.trial import Trial
 
@@ -20,7 +20,7 @@ def check(trial: Trial) -> list[Finding]:
                 message=f"the first execution went well, the second on the same backend raised {second}",
             )
         ]
-    if not differing_layers(trial.first, trial.second):
+    if not trial.changed:
         return []
     return [
         Finding(

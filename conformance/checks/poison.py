@@ -7,9 +7,8 @@ them, and comes back when they do, has read them.
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from conformance.execution import Execution
+from conformance.execution import differing_layers
 from conformance.outcome import Finding
 from conformance.trial import Trial
 
@@ -17,8 +16,7 @@ NAME = "poison"
 
 
 def check(trial: Trial) -> list[Finding]:
-    changed = differing_layers(trial.first, trial.second)
-    if not changed:
+    if not trial.changed:
         return _nan_findings(trial)
     back = differing_layers(trial.first, trial.third)
     return [
@@ -29,7 +27,7 @@ def check(trial: Trial) -> list[Finding]:
             request=int(trial.question.step(step).rows.request[row]),
             message="the result changes with the content of slots that no request owns",
         )
-        for step, layer, row in changed
+        for step, layer, row in trial.changed
         if (step, layer, row) not in back
     ]
 
@@ -42,8 +40,11 @@ def _nan_findings(trial: Trial) -> list[Finding]:
             values = handed.values
             if values is None or values.dim() != 3 or values.shape[0] != tensors.step.num_rows:
                 continue
-            rows = np.flatnonzero(values.isnan().flatten(1).any(1).numpy())
-            if len(rows) and not trial.answer(step, layer).state.out.isnan().any():
+            nan = values.isnan()
+            if not nan.any():
+                continue
+            rows = np.flatnonzero(nan.flatten(1).any(1).numpy())
+            if not trial.answer(step, layer).state.out.isnan().any():
                 found.append(
                     Finding(
                         check=NAME,
@@ -54,19 +55,4 @@ def _nan_findings(trial: Trial) -> list[Finding]:
                         "or a slot that no request owns was read",
                     )
                 )
-    return found
-
-
-def differing_layers(a: Execution, b: Execution) -> list[tuple[int, int, int]]:
-    """(step, layer, first row) wherever two executions of the same case gave different bits (any NaN equals any)."""
-    found: list[tuple[int, int, int]] = []
-    for step, (run_a, run_b) in enumerate(zip(a.steps, b.steps, strict=False)):
-        for layer, (x, y) in enumerate(zip(run_a.layers, run_b.layers, strict=False)):
-            if x.values is None or y.values is None or x.values.shape != y.values.shape:
-                continue
-            if torch.equal(x.values, y.values):
-                continue
-            same = (x.values == y.values) | (x.values.isnan() & y.values.isnan())
-            if not same.all():
-                found.append((step, layer, int((~same).flatten(1).any(1).nonzero()[0])))
     return found

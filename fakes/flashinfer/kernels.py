@@ -76,7 +76,8 @@ def execute(
         ]
     if not q.shape[0] and any(span.q_end > span.q_start for span in spans):
         raise illegal_access("q has no rows, so its address is null")
-    missing = max((span.q_end for span in spans), default=0) - q.shape[0]
+    missing = max([span.q_end for span in spans], default=0) - q.shape[0]
+    behind = launch.layout != "ragged" and _behind(spans, k, launch.layout)
     if missing > 0:  # rows past the end of q: their results lie outside of `out`, too
         if plan.kernel == "fa2" and plan.scratch:
             reads_foreign(
@@ -90,7 +91,7 @@ def execute(
             v,
             launch.layout,
             launch.page_size,
-            _within(spans, k, launch.layout),
+            _within(spans, k, launch.layout) if behind else tuple(spans),
             launch.causal and custom is None,
             launch.window_left,
             -1,
@@ -100,8 +101,8 @@ def execute(
             launch.k_scale,
             launch.v_scale,
         )
-    if launch.layout != "ragged":
-        k, v = _with_stand_in(launch, spans, k, v)
+    if behind:
+        k, v = _with_stand_in(launch, k, v)
     group = q.shape[1] // _kv_heads(k, launch.layout)
     cutting.check_starts(plan, spans, group, launch.first_window, causal=launch.causal and custom is None)
     seen = cutting.masks(
@@ -195,24 +196,18 @@ def _behind(spans: Sequence[Span], k: torch.Tensor, layout: str) -> bool:
 
 def _within(spans: Sequence[Span], k: torch.Tensor, layout: str) -> tuple[Span, ...]:
     """Spans whose keys behind the last page id are the pool's first slot, which is about what is read for them."""
-    if layout == "ragged" or not _behind(spans, k, layout):
-        return tuple(spans)
     total = _pool_slots(k, layout)
     return tuple(
         Span(span.q_start, span.q_end, np.where(span.slots == total, 0, span.slots)) for span in spans
     )
 
 
-def _with_stand_in(
-    launch: Launch, spans: Sequence[Span], k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_stand_in(launch: Launch, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A pool with one page more, for keys behind the last page id: every load of them starts at the pool's address.
 
     CUDA cores load a row of the first KV head there. Each thread of fa2 loads the first 16 bytes of its block of eight
     such loads, so eight loads repeat.
     """
-    if not _behind(spans, k, launch.layout):
-        return k, v
     pools: list[torch.Tensor] = []
     for pool in (k, v):
         row = pool[0, 0, 0]

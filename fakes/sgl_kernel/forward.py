@@ -123,9 +123,10 @@ def _attend(
         v_scale=v_scale,
         sinks=None if args.sinks is None else cuda.host(args.sinks).to(torch.float64).numpy(),
     )
-    for span in spans:  # a sum of weights that is NaN counts as none
-        part = lse[span.q_start : span.q_end]
-        part[np.isnan(part)] = -np.inf
+    if np.isnan(lse).any():
+        for span in spans:  # a sum of weights that is NaN counts as none
+            part = lse[span.q_start : span.q_end]
+            part[np.isnan(part)] = -np.inf
     tails.spoil(out, args, shape, spans, reading, mask)
     for index in lost:  # keys from outside the pool: no error, no number
         out[spans[index].q_start : spans[index].q_end] = np.nan
