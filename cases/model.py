@@ -24,6 +24,7 @@ ValueKind = Literal["needles", "zero_q", "constant_v", "one_hot_v", "extreme", "
 
 MAX_LEN = 1 << 20
 """Longest `kv_len` that a case may ask for, in tokens."""
+MAX_SPARE_PAGES = 4096
 
 _CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _Length = Annotated[int, Field(ge=0, le=MAX_LEN)]
@@ -204,7 +205,7 @@ class Case:
     page_size: Annotated[int, Field(ge=1, le=4096)] = 1
     layout: Layout = "NHD"
     placement: Placement = "sequential"
-    spare_pages: Annotated[int, Field(ge=1, le=4096)] = 2
+    spare_pages: Annotated[int, Field(ge=1, le=MAX_SPARE_PAGES)] = 2
     max_seq_len: Annotated[int, Field(ge=1, le=2 * MAX_LEN)] | None = None
     mask: Mask = Mask()
     sm_scale: Annotated[float, Field(gt=0)] | None = None

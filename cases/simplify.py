@@ -11,7 +11,8 @@ from dataclasses import fields, replace
 
 from cases.codec import to_json
 from cases.drafts import Changes, Draft
-from cases.model import AnyRequest, Case, Heads, KernelRequest, Mask, Request, Step
+from cases.model import MAX_SPARE_PAGES, AnyRequest, Case, Heads, KernelRequest, Mask, Request, Step
+from cases.placement import pages_for
 from cases.session_changes import consistent, session_changes
 
 _PLAIN = Case((Step((Request(),)),))
@@ -43,6 +44,7 @@ def simpler(case: Case) -> Iterator[Case]:
     for change in (
         session_changes if case.session else _fewer_steps,
         _fewer_requests,
+        _alone_at_the_end,
         _smaller_pages,
         _plainer_settings,
         _shorter_together,
@@ -93,6 +95,23 @@ def _fewer_requests(_: Case, drafts: Sequence[Draft]) -> Changes:
     for dropped in [*halves, *([uid] for uid in uids)]:
         kept = [draft._replace(requests=_without(draft.requests, set(dropped))) for draft in drafts]
         yield kept, {}
+
+
+def _alone_at_the_end(case: Case, drafts: Sequence[Draft]) -> Changes:
+    """One request of one token, where a pool as large as this one ends: what an address alone makes wrong."""
+    if case.session:
+        return
+    tokens = (KernelRequest(1, 1) if case.level == "kernel" else Request(),)
+    held = sum(pages_for(r.kv_len, case.page_size) for draft in drafts for r in draft.requests)
+    for page_size in dict.fromkeys((1, case.page_size)):
+        spare = min((held + case.spare_pages) * case.page_size // page_size, MAX_SPARE_PAGES)
+        settings = {
+            "page_size": page_size,
+            "spare_pages": spare,
+            "max_seq_len": None,
+            "placement": "reversed",
+        }
+        yield [drafts[0]._replace(requests=tokens)], settings
 
 
 def _without(requests: Sequence[AnyRequest], uids: set[int]) -> list[AnyRequest]:
@@ -162,6 +181,9 @@ def _plainer_settings(case: Case, drafts: Sequence[Draft]) -> Changes:
     for name in names:
         if getattr(case, name) != getattr(_PLAIN, name):
             yield drafts, {name: getattr(_PLAIN, name)}
+    for fewer in (case.spare_pages // 2, case.spare_pages - 1):
+        if fewer > _PLAIN.spare_pages:
+            yield drafts, {"spare_pages": fewer}
 
 
 def _shorter(case: Case, drafts: Sequence[Draft]) -> Changes:

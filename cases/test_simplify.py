@@ -11,6 +11,7 @@ import pytest
 from cases import Case, Heads, KernelRequest, Mask, Request, Step, to_json
 from cases.assemble import Assembler
 from cases.mix import default_mix
+from cases.placement import place
 from cases.simplify import simpler, simplify
 from cases.wanted import ENGINE, KERNEL, Wanted
 
@@ -70,6 +71,10 @@ ENGINE_FAULTS: dict[str, tuple[Callable[[Case], bool], Case]] = {
         Case((Step((Request(1, 2),)),)),
     ),
     "group of seven": (lambda c: c.heads.group_size == 7, Case((_decode(1),), heads=Heads(7, 1))),
+    "an address beyond 50 slots": (
+        lambda c: any(int(own.max()) >= 50 for placed in place(c).steps for own in placed.slots),
+        Case((_decode(1),), placement="reversed", spare_pages=50),
+    ),
     "context limit": (
         lambda c: any(r.kv_len == c.max_seq_len for r in _requests(c)) and c.page_size > 1,
         Case((_decode(1),), page_size=2, max_seq_len=1),
