@@ -67,27 +67,31 @@ class TorchBackend:
         v_slots = self.kv_pool.v_cache(layer_id).flatten(0, 1)
         if metadata.is_captured:
             return self._decode(q, k_slots, v_slots, metadata)
-        starts = metadata.cu_seqlens_q.tolist()
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-        for i, kv_len in enumerate(metadata.cache_seqlens.tolist()):
-            rows = slice(starts[i], starts[i + 1])
-            slots = metadata.page_table[i, :kv_len]
-            k_own, v_own = k_slots.index_select(0, slots), v_slots.index_select(0, slots)
-            out[rows] = self._attend(q[rows], k_own, v_own)
-        return out
+        seqlens_q, seqlens_k = metadata.cu_seqlens_q.diff().tolist(), metadata.cache_seqlens.tolist()
+        slots = torch.cat([row[:n] for row, n in zip(metadata.page_table, seqlens_k, strict=True)])
+        # float32 `[1, heads, rows or keys, dim]`: with three dimensions torch takes a path of twice the cost.
+        all_rows, all_k, all_v = (
+            x.float().transpose(0, 1).unsqueeze(0)
+            for x in (q, k_slots.index_select(0, slots), v_slots.index_select(0, slots))
+        )
+        own = zip(
+            all_rows.split(seqlens_q, dim=2),
+            all_k.split(seqlens_k, dim=2),
+            all_v.split(seqlens_k, dim=2),
+            strict=True,
+        )
+        out = torch.cat([self._attend(*request) for request in own], dim=2)
+        return out.squeeze(0).transpose(0, 1).to(q.dtype).contiguous()
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend in float32: q `[qo_len, num_qo_heads, dim]` to k and v `[kv_len, num_kv_heads, dim]`."""
-        qo_len, kv_len = q.shape[0], k.shape[0]
+        """One request: q `[1, num_qo_heads, qo_len, dim]` attends to k and v `[1, num_kv_heads, kv_len, dim]`."""
+        qo_len, kv_len = q.shape[2], k.shape[2]
         visible = None  # one query is the last position, and sees all
         if qo_len > 1:  # the queries are the last positions: the diagonal ends in the bottom right corner
             visible = torch.ones(qo_len, kv_len, dtype=torch.bool, device=q.device).tril_(kv_len - qo_len)
-        # A batch of one: with three dimensions torch takes a path of twice the cost.
-        q, k, v = (x.float().transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(
+        return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, scale=self.engine.scale, enable_gqa=True
         )
-        return out.squeeze(0).transpose(0, 1)
 
     def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
         largest = max(bs_list)
