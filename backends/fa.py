@@ -5,8 +5,9 @@ Argument semantics: the docstring of `sgl_kernel.flash_attn.flash_attn_with_kvca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, ClassVar
 
 import torch
@@ -65,22 +66,25 @@ class FlashAttentionBackend:
         reqs = batch.padded_reqs
         seqlens_q = [req.extend_len for req in reqs]
         seqlens_k = [req.device_len for req in reqs]
-        cu_seqlens_k = self._to_device([0, *accumulate(seqlens_k)])
-        if max(seqlens_q) == 1:
+        columns = [seqlens_k, [0, *accumulate(seqlens_k)], [req.table_idx for req in reqs]]
+        simple = max(seqlens_q) == 1 or all(req.cached_len == 0 for req in reqs)
+        if not simple:
+            columns.append([0, *accumulate(seqlens_q)])
+        cache_seqlens, cu_seqlens_k, rows, *cu_seqlens = self._to_device(columns)
+        if not simple:
+            cu_seqlens_q = cu_seqlens[0]
+        elif max(seqlens_q) == 1:
             cu_seqlens_q = torch.arange(len(reqs) + 1, dtype=torch.int32, device=self.device)
-        elif all(req.cached_len == 0 for req in reqs):
-            cu_seqlens_q = cu_seqlens_k  # no prefix hit: as many queries as keys
         else:
-            cu_seqlens_q = self._to_device([0, *accumulate(seqlens_q)])
+            cu_seqlens_q = cu_seqlens_k  # no prefix hit: as many queries as keys
         # The engine's table holds token locations: every page_size-th starts a page.
-        rows = self._to_device([req.table_idx for req in reqs])
         page_table = self.page_table[rows, : max(seqlens_k) : self.page_size]
         if self.page_size > 1:
             page_table = page_table // self.page_size
         batch.attn_metadata = FAMetadata(
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
-            cache_seqlens=self._to_device(seqlens_k),
+            cache_seqlens=cache_seqlens,
             page_table=page_table,
             max_seqlen_q=max(seqlens_q),
             max_seqlen_k=max(seqlens_k),
@@ -118,8 +122,10 @@ class FlashAttentionBackend:
         buffers.cache_seqlens.copy_(metadata.cache_seqlens)
         buffers.page_table[:, : metadata.page_table.shape[1]].copy_(metadata.page_table)
 
-    def _to_device(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, pin_memory=True).to(self.device, non_blocking=True)
+    def _to_device(self, columns: list[list[int]]) -> Sequence[torch.Tensor]:
+        """Several int32 arrays, in one copy."""
+        staged = torch.tensor(list(chain(*columns)), dtype=torch.int32, pin_memory=True)
+        return staged.to(self.device, non_blocking=True).split([len(column) for column in columns])
 
     def _attend(
         self,

@@ -6,8 +6,9 @@ Argument semantics: FlashInfer's docstrings of `BatchDecodeWithPagedKVCacheWrapp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, ClassVar
 
 import torch
@@ -117,15 +118,14 @@ class FlashInferBase:
         reqs = batch.padded_reqs
         seq_lens = [req.device_len for req in reqs]
         pages = [-(-n // self.page_size) for n in seq_lens]
-        cu_seqlens_k = _pinned([0, *accumulate(pages)])
+        last = [n - (count - 1) * self.page_size for n, count in zip(seq_lens, pages, strict=True)]
+        cu_seqlens_k, last_page_len, seq_lens_cpu = _pinned([0, *accumulate(pages)], last, seq_lens)
         batch.attn_metadata = FIMetadata(
             cu_seqlens_q_cpu=self._qo_indptr(reqs, cu_seqlens_k),
             cu_seqlens_k_cpu=cu_seqlens_k,
             indices=self._page_ids(reqs),
-            last_page_len_cpu=_pinned(
-                [n - (count - 1) * self.page_size for n, count in zip(seq_lens, pages, strict=True)]
-            ),
-            seq_lens_cpu=_pinned(seq_lens),
+            last_page_len_cpu=last_page_len,
+            seq_lens_cpu=seq_lens_cpu,
             wrapper=self.wrappers[batch.phase],
         )
 
@@ -134,7 +134,7 @@ class FlashInferBase:
             return torch.arange(len(reqs) + 1, dtype=torch.int32, pin_memory=True)
         if self.page_size == 1 and all(req.cached_len == 0 for req in reqs):
             return kv_indptr  # no prefix hit: as many queries as keys, and a page is a key
-        return _pinned([0, *accumulate(req.extend_len for req in reqs)])
+        return _pinned([0, *accumulate(req.extend_len for req in reqs)])[0]
 
     def _page_ids(self, reqs: list[Req]) -> torch.Tensor:
         # The page table holds token locations: every page_size-th starts a page.
@@ -226,5 +226,7 @@ class FlashInferBase:
         return self._run(q, k, v, layer_id, batch, return_lse=True)
 
 
-def _pinned(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, pin_memory=True)
+def _pinned(*columns: list[int]) -> Sequence[torch.Tensor]:
+    """Several int32 arrays in one piece of pinned memory."""
+    staged = torch.tensor(list(chain(*columns)), dtype=torch.int32, pin_memory=True)
+    return staged.split([len(column) for column in columns])

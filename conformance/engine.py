@@ -99,7 +99,8 @@ class EngineRun:
         self.pool.fill(index, nan=execution.nan)
         self.machine.alias(self.table).copy_(self.tensors.page_table(index))
         batch = self._batch(tensors)
-        given = self._layers(tensors)
+        stacked = self._stacked(tensors)
+        given = [LayerRun(*layer) for layer in zip(*(x.unbind(0) for x in stacked), strict=True)]
         mark = Mark(execution.first_batch + index, -1)
         with execution.catching(index, -1):
             self.prepare(backend, batch, mark)
@@ -114,7 +115,7 @@ class EngineRun:
             run.layers.append(handed)
         bring_back(execution, self.machine, index)
         if execution.is_first and execution.failure is None:
-            run.changed = self._changed(index, batch, given)
+            run.changed = self._changed(index, batch, stacked)
             run.pool = fetched_pool(self.pool, self.machine)
 
     def build(self, context: EngineContext) -> Any:
@@ -159,24 +160,20 @@ class EngineRun:
             out_loc=self.machine.adopt(tensors.out_loc.clone()),
         )
 
-    def _layers(self, tensors: StepTensors) -> list[LayerRun]:
-        """q, k, v of every layer, as fresh tensors (fused and sliced where the case says so)."""
-        q, k, v = new_tokens(self.question.case, tensors)
+    def _stacked(self, tensors: StepTensors) -> tuple[torch.Tensor, ...]:
+        """q, k, v of all layers, as fresh tensors (fused and sliced where the case says so)."""
+        parts = new_tokens(self.question.case, tensors)
         adopt = self.machine.adopt
-        if self.question.case.strided:
-            q, k, v = fused(adopt, q, k, v)
-        else:
-            q, k, v = adopt(q.clone()), adopt(k.clone()), adopt(v.clone())
-        return [LayerRun(*layer) for layer in zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True)]
+        return fused(adopt, *parts) if self.question.case.strided else tuple(adopt(x.clone()) for x in parts)
 
-    def _changed(self, index: int, batch: Batch, given: list[LayerRun]) -> list[str]:
+    def _changed(self, index: int, batch: Batch, stacked: tuple[torch.Tensor, ...]) -> list[str]:
         tensors, fetch = self.tensors.steps[index], self.machine.fetch
-        q, k, v = new_tokens(self.question.case, tensors)
         changed: list[str] = []
-        for layer, handed in enumerate(given):
-            for name, now, then in (("q", handed.q, q), ("k", handed.k, k), ("v", handed.v, v)):
-                if not same_bits(fetch(now), then[layer]):
-                    changed.append(f"{name} of layer {layer}")
+        for name, given, then in zip("qkv", stacked, new_tokens(self.question.case, tensors), strict=True):
+            now = fetch(given)
+            if not same_bits(now, then):
+                layers = [i for i, (x, y) in enumerate(zip(now, then, strict=True)) if not same_bits(x, y)]
+                changed += [f"{name} of layer {layer}" for layer in layers]
         if not torch.equal(fetch(self.table), self.tensors.page_table(index)):
             changed.append("page_table")
         if not torch.equal(fetch(batch.out_loc), tensors.out_loc):

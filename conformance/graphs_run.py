@@ -16,7 +16,7 @@ from backends.contract import EngineContext, Req
 from backends.registry import BackendSpec
 from cases.model import Case
 from cases.tensors import CaseTensors
-from conformance.engine import EngineRun, bring_back, fetched_pool, fused, new_tokens, receive
+from conformance.engine import EngineRun, bring_back, fetched_pool, receive
 from conformance.execution import Execution, Failure, LayerRun, Mark, StepRun
 from conformance.graphs import GraphRunner
 from conformance.graphs_memory import Buffers, Guards
@@ -212,7 +212,7 @@ class GraphRun(EngineRun):
         self.machine.alias(self.table).copy_(self.room.page_table(index))
         batch = self._batch(tensors)
         count = len(batch.reqs)
-        q, k, v = self._stacked(index)
+        q, k, v = self._stacked(tensors)
         answers: list[Any] = []
         self._doing, self.recorder.at = "prepare_metadata", Mark(index, -1)
         with found.steps.catching(index, -1), self.machine.running(), resumed(self.recorder):
@@ -261,14 +261,6 @@ class GraphRun(EngineRun):
     def _eager_wrappers(self) -> set[int]:
         made = [c for c in self.recorder.calls if c.op == "create"]
         return {c.owner for c in made if c.arguments.get("use_cuda_graph") is False}
-
-    def _stacked(self, index: int) -> tuple[torch.Tensor, ...]:
-        """q, k, v of all layers, on the device."""
-        parts = new_tokens(self.question.case, self.room.steps[index])
-        adopt = self.machine.adopt
-        if self.question.case.strided:
-            return fused(adopt, *parts)
-        return tuple(adopt(x.clone()) for x in parts)
 
 
 _BEFORE = -2
