@@ -14,6 +14,7 @@ from fakes import attend as numbers
 from fakes import releases
 from fakes.flashinfer import cutting, loads, staging
 from fakes.flashinfer.plans import Plan
+from fakes.loaded import Range, merged_without_nan, without_unloaded
 from fakes.modes import illegal_access
 from fakes.recorder import Attended, Call, Span, reads_foreign
 
@@ -130,9 +131,9 @@ def execute(
         k_scale=launch.k_scale,
         v_scale=launch.v_scale,
     )
-    if launch.layout != "ragged" and np.isnan(exact.sum()):
+    if np.isnan(exact.sum()):
 
-        def again(i: int, rows: slice, keys: loads.Range) -> tuple[np.ndarray, np.ndarray]:
+        def again(i: int, rows: slice, keys: Range) -> tuple[np.ndarray, np.ndarray]:
             span, visible = spans[i], None if seen is None else seen[i]
             if visible is None:
                 visible = cutting.windowed(
@@ -151,16 +152,24 @@ def execute(
                 v_scale=launch.v_scale,
             )
 
-        loads.without_unloaded(
-            plan,
-            spans,
-            exact,
-            exact_lse,
-            group=group,
-            causal=launch.causal,
-            window=launch.first_window,
-            again=again,
-        )
+        window = launch.first_window
+        if launch.layout != "ragged":
+            without_unloaded(
+                spans,
+                exact,
+                exact_lse,
+                group=group,
+                ranges=lambda span: loads.ranges(
+                    plan, span, group=group, causal=launch.causal, window=window
+                ),
+                again=again,
+            )
+        if releases.at_least(
+            "flashinfer", "0.7.2"
+        ):  # merges of partial results take the larger of NaN and -inf
+            merged_without_nan(
+                spans, exact_lse, chunks=lambda span: loads.chunks(plan, span, window), again=again
+            )
     exact_lse /= LN2
     _end_empty_rows(launch, spans, seen, v, exact, exact_lse)
     dropped = cutting.drop_uncut(plan, spans, exact, exact_lse, group, 0.0 if launch.zeroed else np.nan)

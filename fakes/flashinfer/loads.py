@@ -6,11 +6,8 @@ Source: `prefill.cuh` and `hopper/` of flashinfer-python 0.6.6; the same in 0.7.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import numpy as np
-
 from fakes.flashinfer.plans import Plan
+from fakes.loaded import Range
 from fakes.recorder import Span
 
 FA3_ROWS = {64: 192}
@@ -19,8 +16,6 @@ FA3_KEYS = {64: 96, 128: 96, 256: 32}
 
 _MULTIPROCESSOR = 233472
 """Bytes of shared memory that one multiprocessor of sm_90 has."""
-
-Range = tuple[int, int]
 
 
 def ranges(plan: Plan, span: Span, *, group: int, causal: bool, window: int) -> list[Range]:
@@ -71,6 +66,16 @@ def _of_fa3(tile: int, rows: int, keys: int, count: int, length: int, causal: bo
     return first, min(max(tiles * keys, first), length)
 
 
+def chunks(plan: Plan, span: Span, window: int) -> list[Range]:
+    """The keys of each chunk that a request is split into, from its first tile's first key on."""
+    count, length = span.q_end - span.q_start, len(span.slots)
+    chunk = plan.schedule().chunk_tokens if plan.scratch and plan.kernel != "fa3" else None
+    if chunk is None:
+        return [(0, length)]
+    first = max(length - count - window, 0) if window >= 0 else 0
+    return [(start, min(start + chunk, length)) for start in range(first, length, chunk)]
+
+
 def keys_at_once(tile_rows: int, head_dim: int) -> int:
     """Keys in a tile of fa2, of 16-bit numbers."""
     warps = 4 if tile_rows == 16 else 1  # that share the keys
@@ -78,38 +83,3 @@ def keys_at_once(tile_rows: int, head_dim: int) -> int:
     blocks = 2 if 2 * (queries + keys) <= _MULTIPROCESSOR else 1
     most = min(4 if tile_rows == 128 else 8, (_MULTIPROCESSOR // blocks - queries) // keys)
     return max(n for n in (1, 2, 4, 8) if n <= max(most, 1)) * 16 * warps
-
-
-def without_unloaded(
-    plan: Plan,
-    spans: Sequence[Span],
-    out: np.ndarray,
-    lse: np.ndarray,
-    *,
-    group: int,
-    causal: bool,
-    window: int,
-    again: Callable[[int, slice, Range], tuple[np.ndarray, np.ndarray]],
-) -> None:
-    """Compute rows that are NaN once more, where their tiles load not all keys, with those that they load.
-
-    `again(i, rows, keys)`: out and LSE of some rows of request i over a range of its keys.
-    """
-    for i, span in enumerate(spans):
-        spoilt = np.isnan(out[span.q_start : span.q_end]).any(axis=(1, 2))
-        if not spoilt.any():
-            continue
-        found = ranges(plan, span, group=group, causal=causal, window=window)
-        for keys in dict.fromkeys(found):
-            if keys == (0, len(span.slots)):
-                continue
-            first = found.index(keys)
-            end = first + found.count(keys)  # ranges rise with their tiles
-            rows = slice(first // group, -(-end // group))
-            packed = (
-                np.arange(rows.start, rows.stop)[:, None] * group + np.arange(out.shape[1])[None, :] % group
-            )
-            own = (packed >= first) & (packed < end)
-            at = slice(span.q_start + rows.start, span.q_start + rows.stop)
-            new_out, new_lse = again(i, rows, keys)
-            out[at][own], lse[at][own] = new_out[own], new_lse[own]

@@ -45,9 +45,10 @@ def packed(mask: torch.Tensor, elements: np.ndarray) -> tuple[torch.Tensor, torc
     What lies past the end of a mask that is too short is read, here as False.
     """
     flat = cuda.host(mask).reshape(-1).numpy().astype(np.bool_)
-    if flat.size < elements[-1]:
+    end = int(elements.max())  # not always the last one's, see below
+    if flat.size < end:
         reads_foreign(f"custom_mask[{flat.size}] is read, the mask has {flat.size} elements")
-        flat = np.concatenate((flat, np.zeros(int(elements[-1]) - flat.size, np.bool_)))
+        flat = np.concatenate((flat, np.zeros(end - flat.size, np.bool_)))
     if elements.min() < 0:
         reads_foreign(
             f"custom_mask[{elements.min()}] is read: a request without pages counts as -page_size keys"

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from fakes import attend, cuda, modes, recorder
+from fakes.loaded import Range, without_unloaded
 from fakes.recorder import Attended, Call, Span
-from fakes.sgl_kernel import append, checks, readings, tails
+from fakes.sgl_kernel import append, checks, loads, readings, tails
 from fakes.sgl_kernel.arguments import Forward, Shape
 from fakes.sgl_kernel.masking import Visible, visible
 from fakes.sgl_kernel.pages import UNREADABLE, Keys
@@ -108,6 +109,7 @@ def _attend(
     if reading.zeros:
         k, v = (torch.cat((t, t.new_zeros(reading.zeros, *t.shape[1:]))) for t in (k, v))
     k_scale, v_scale = _scales(args, shape)
+    sinks = None if args.sinks is None else cuda.host(args.sinks).to(torch.float64).numpy()
     out, lse = attend.attend(
         q,
         k,
@@ -121,8 +123,34 @@ def _attend(
         soft_cap=max(args.soft_cap, 0.0),
         k_scale=k_scale,
         v_scale=v_scale,
-        sinks=None if args.sinks is None else cuda.host(args.sinks).to(torch.float64).numpy(),
+        sinks=sinks,
     )
+    if np.isnan(out.sum()):
+
+        def again(i: int, rows: slice, keys: Range) -> tuple[np.ndarray, np.ndarray]:
+            span = spans[i]
+            return attend.attend(
+                q[span.q_start + rows.start : span.q_start + rows.stop],
+                k,
+                v,
+                (Span(0, rows.stop - rows.start, span.slots[slice(*keys)]),),
+                layout=reading.layout,
+                scale=args.scale,
+                soft_cap=max(args.soft_cap, 0.0),
+                custom=[loads.seen(span, mask)[rows, slice(*keys)]],
+                k_scale=k_scale[i : i + 1] if isinstance(k_scale, np.ndarray) else k_scale,
+                v_scale=v_scale[i : i + 1] if isinstance(v_scale, np.ndarray) else v_scale,
+                sinks=sinks,
+            )
+
+        without_unloaded(
+            spans,
+            out,
+            lse,
+            group=shape.heads // shape.heads_k,
+            ranges=lambda span: loads.ranges(shape, span, mask),
+            again=again,
+        )
     if np.isnan(lse).any():
         for span in spans:  # a sum of weights that is NaN counts as none
             part = lse[span.q_start : span.q_end]

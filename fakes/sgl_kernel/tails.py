@@ -62,11 +62,12 @@ def tile_rows(shape: Shape) -> int:
 
 def _tile(shape: Shape, mask: Visible) -> tuple[int, int] | None:
     """Rows and keys of a tile of 16-bit numbers; None: none that was looked at."""
-    keys = _tile_keys(shape, causal=mask.causal, local=mask.local)
+    keys = tile_keys(shape, causal=mask.causal, local=mask.local)
     return None if keys is None else (tile_rows(shape), keys)
 
 
-def _tile_keys(shape: Shape, *, causal: bool, local: bool) -> int | None:
+def tile_keys(shape: Shape, *, causal: bool, local: bool) -> int | None:
+    """Keys of a tile of 16-bit numbers; None: none that was looked at."""
     dim = shape.dim
     if dim <= 64:
         return (128 if causal or local else 192) if shape.dim_v <= 64 else None
