@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
+
+from_array: Callable[[np.ndarray], torch.Tensor] = getattr(torch, "from_numpy")  # noqa: B009 - it has no types
+"""A tensor over the memory of a numpy array."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

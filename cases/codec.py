@@ -107,7 +107,7 @@ _SCALARS = frozenset((int, float, str, bool, type(None)))
 
 
 def _plain(value: Any) -> Any:
-    kind = type(value)
+    kind: type = value.__class__
     if kind in _SCALARS:
         return value
     if kind is tuple:

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 import numpy as np
 import torch
 
-from cases.bits import host_bits
+from cases.bits import from_array, host_bits
 from cases.model import Case, Step
 from cases.ownership import place_session
 from cases.placement import Placed, Plan, place
@@ -65,7 +65,7 @@ class StepTensors:
     @cached_property
     def out_loc(self) -> torch.Tensor:
         """int32 `[num_new]`: the slot of each new token."""
-        return torch.from_numpy(self.slots[self.new].astype(np.int32))
+        return from_array(self.slots[self.new].astype(np.int32))
 
     @cached_property
     def words(self) -> dict[str, np.ndarray]:
@@ -95,7 +95,7 @@ class CaseTensors:
         key = (step, which, nan, after)
         if key not in self._pools:
             image = self._image(step, which, nan=nan, after=after)
-            self._pools[key] = torch.from_numpy(image).view(getattr(torch, self.case.cache_dtype))
+            self._pools[key] = from_array(image).view(getattr(torch, self.case.cache_dtype))
         return self._pools[key]
 
     def _image(self, step: int, which: str, *, nan: bool, after: bool) -> np.ndarray:
@@ -149,7 +149,7 @@ class CaseTensors:
                 table = free.astype(np.int32).take(np.arange(shape[0] * shape[1]), mode="wrap").reshape(shape)
             for row, slots in zip(placed.rows, placed.slots, strict=True):
                 table[row, : len(slots)] = slots
-            self._tables[step] = torch.from_numpy(table)
+            self._tables[step] = from_array(table)
         return self._tables[step]
 
     def pool_shape(self, dim: int) -> tuple[int, ...]:
@@ -185,7 +185,7 @@ def _word(dtype: str, value: float) -> np.generic:
 
 def tokens_of(rows: torch.Tensor, which: np.ndarray) -> torch.Tensor:
     """A copy of some tokens, `rows[:, which]`."""
-    return torch.from_numpy(host_bits(rows)[:, which]).view(rows.dtype)
+    return from_array(host_bits(rows)[:, which]).view(rows.dtype)
 
 
 def materialise(case: Case) -> CaseTensors:
@@ -216,7 +216,7 @@ def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     # numpy gives an array without elements odd strides, which kernels look at
     if not array.size:
         return torch.empty(array.shape, dtype=dtype)
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    tensor = from_array(np.ascontiguousarray(array))
     return tensor if dtype is torch.float32 else tensor.half() if dtype is torch.float16 else tensor.to(dtype)
 
 

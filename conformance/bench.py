@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from conformance.benches import devices, needles, throughput
 from conformance.choices import WRONG_USAGE
 from conformance.machine import GPU
+from fakes.cuda import DeviceUnavailable
 
 BACKENDS = ("torch", "fi", "fi-paged", "fa", "kernel:fi-decode", "kernel:fi-prefill", "kernel:fa-kvcache")
 GPU_BACKENDS = (*BACKENDS, "kernel:fi-prefill-fa3", "kernel:fi-ragged", "kernel:fi-merge", "kernel:fa-varlen")
@@ -44,9 +46,19 @@ def main(argv: Sequence[str]) -> int:
 
 def _throughput(options: argparse.Namespace) -> None:
     """Default mix: up to 8 requests, up to 64 tokens in all (a stated share is longer), 2 layers, two executions."""
-    names = BACKENDS if options.library == "fake" else GPU_BACKENDS
-    for result in throughput.measure(names, options.cases, library=options.library):
-        print(f"  {result}", flush=True)
+    print(f"  {throughput.interpreter()}")
+    if options.library == "real":
+        for result in throughput.measure(GPU_BACKENDS, options.cases, library="real"):
+            print(f"  {result}", flush=True)
+        return
+    kinds: tuple[Literal["light", "full"], ...] = ("light", "full")  # the full one also replays graphs
+    for kind in kinds:
+        print(f"  on the {kind} simulated device:")
+        try:
+            for result in throughput.measure(BACKENDS, options.cases, device_sim=kind):
+                print(f"  {result}", flush=True)
+        except DeviceUnavailable as error:
+            print(f"  {error}")
 
 
 def _needles(options: argparse.Namespace) -> None:

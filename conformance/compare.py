@@ -50,14 +50,14 @@ def elements(got: np.ndarray, want: np.ndarray, allowed: np.ndarray | float) -> 
     """Compare elementwise, `[num_rows, num_qo_heads]` or with a last dimension; equal infinities agree, NaN never."""
     with np.errstate(invalid="ignore"):
         error = np.abs(got - want)
-        right = error <= allowed
+        right = np.asarray(error <= allowed)
         if not right.all():
-            right |= got == want
+            right = np.asarray(right | (got == want))
     if right.all():
         return None
     error = np.where(right, 0.0, np.where(np.isfinite(error), error, np.inf))
     worst = np.unravel_index(int(error.argmax()), error.shape)
-    bad = ~right if right.ndim == 2 else ~right.all(axis=-1)
+    bad = ~right if right.ndim == 2 else np.asarray(~right.all(axis=-1))
     limit = np.broadcast_to(allowed, got.shape)[worst]
     return Wrong(
         bad,

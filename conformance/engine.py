@@ -14,7 +14,7 @@ import torch
 
 from backends.contract import Backend, Batch, EngineContext, Req
 from backends.registry import BackendSpec
-from cases.bits import same_bits
+from cases.bits import from_array, same_bits
 from cases.model import Case, Request
 from cases.tensors import CaseTensors, StepTensors
 from conformance.execution import Execution, LayerRun, Mark, StepRun
@@ -156,7 +156,7 @@ class EngineRun:
             padded_reqs=list(reqs),
             phase=tensors.step.phase,
             kind=tensors.step.kind,
-            positions=self.machine.adopt(torch.from_numpy(tensors.rows.position.astype(np.int32))),
+            positions=self.machine.adopt(from_array(tensors.rows.position.astype(np.int32))),
             out_loc=self.machine.adopt(tensors.out_loc.clone()),
         )
 

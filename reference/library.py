@@ -6,6 +6,7 @@ as an operator or a method (`@`, `reshape`, `swapaxes`, `sum`); what they spell 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -75,6 +76,8 @@ class NumpyLibrary(Library):
         np.copyto(array, value, where=where)
 
 
+_from_array: Callable[[np.ndarray], torch.Tensor] = getattr(torch, "from_numpy")  # noqa: B009 - it has no types
+
 FEW = 600
 """Numbers from which on torch's vector code for exp and tanh is faster than numpy's loop, its calls included."""
 
@@ -82,12 +85,12 @@ FEW = 600
 def _exp(array: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     if out is not array or array.size < FEW:
         return np.exp(array, out=out)
-    torch.from_numpy(array).exp_()
+    _from_array(array).exp_()
     return array
 
 
 def _tanh(array: np.ndarray) -> np.ndarray:
-    return np.tanh(array) if array.size < FEW else torch.from_numpy(array).tanh().numpy()
+    return np.tanh(array) if array.size < FEW else _from_array(array).tanh().numpy()
 
 
 NUMPY: Library = NumpyLibrary(
@@ -100,7 +103,7 @@ NUMPY: Library = NumpyLibrary(
     isfinite=np.isfinite,
     vecdot=np.vecdot,
     array=torch.Tensor.numpy,
-    tensor=torch.from_numpy,  # pyright: ignore[reportUnknownMemberType]
+    tensor=_from_array,
 )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
+import sysconfig
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 from backends.libraries import LibraryKind
@@ -38,6 +40,13 @@ class Throughput:
         return f"{self.backend:18} {self.per_second:6.0f} cases/s   {parts}"
 
 
+def interpreter() -> str:
+    """Which Python runs this, and how it was built: half of the time on fakes is its own."""
+    options = str(sysconfig.get_config_var("CONFIG_ARGS"))
+    built = "with" if "--enable-optimizations" in options else "without"
+    return f"Python {platform.python_version()}, built {built} --enable-optimizations"
+
+
 PARTS = ("draw", "tensors", "backend", "oracle", "harness")
 
 
@@ -45,15 +54,22 @@ Clock = Callable[[], float]
 
 
 def measure(
-    names: Sequence[str], count: int, seed: int = 0, *, library: LibraryKind = "fake"
+    names: Sequence[str],
+    count: int,
+    seed: int = 0,
+    *,
+    library: LibraryKind = "fake",
+    device_sim: Literal["auto", "light", "full"] = "auto",
 ) -> Iterator[Throughput]:
     """`count` cases on each backend, every per-run check, two executions, warm, in this process.
+
+    On the full simulated device decode steps are also replayed from captured graphs.
 
     CPU time of one thread; with real libraries the time that passes, and "backend" is the library's share with the wait
     for the GPU.
     """
     clock = time.process_time if library == "fake" else time.perf_counter
-    session = open_session(names, library=library, isolate=False)
+    session = open_session(names, library=library, isolate=False, device_sim=device_sim)
     assert isinstance(session, Session)  # not isolated
     with session:
         for asker in session.askers:
