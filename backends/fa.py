@@ -67,16 +67,15 @@ class FlashAttentionBackend:
         seqlens_q = [req.extend_len for req in reqs]
         seqlens_k = [req.device_len for req in reqs]
         columns = [seqlens_k, [0, *accumulate(seqlens_k)], [req.table_idx for req in reqs]]
-        simple = max(seqlens_q) == 1 or all(req.cached_len == 0 for req in reqs)
-        if not simple:
+        one_row_each = max(seqlens_q) == 1
+        no_prefix_hit = all(req.cached_len == 0 for req in reqs)  # as many queries as keys
+        if not (one_row_each or no_prefix_hit):
             columns.append([0, *accumulate(seqlens_q)])
-        cache_seqlens, cu_seqlens_k, rows, *cu_seqlens = self._to_device(columns)
-        if not simple:
-            cu_seqlens_q = cu_seqlens[0]
-        elif max(seqlens_q) == 1:
+        cache_seqlens, cu_seqlens_k, rows, *own = self._to_device(columns)
+        if one_row_each:
             cu_seqlens_q = torch.arange(len(reqs) + 1, dtype=torch.int32, device=self.device)
         else:
-            cu_seqlens_q = cu_seqlens_k  # no prefix hit: as many queries as keys
+            cu_seqlens_q = cu_seqlens_k if no_prefix_hit else own[0]
         # The engine's table holds token locations: every page_size-th starts a page.
         page_table = self.page_table[rows, : max(seqlens_k) : self.page_size]
         if self.page_size > 1:
