@@ -5,7 +5,6 @@ Argument semantics: the docstring of `sgl_kernel.flash_attn.flash_attn_with_kvca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, ClassVar
@@ -71,7 +70,8 @@ class FlashAttentionBackend:
         no_prefix_hit = all(req.cached_len == 0 for req in reqs)  # as many queries as keys
         if not (one_row_each or no_prefix_hit):
             columns.append([0, *accumulate(seqlens_q)])
-        cache_seqlens, cu_seqlens_k, rows, *own = self._to_device(columns)
+        staged = self._to_device(list(chain(*columns)))  # one copy for all of them
+        cache_seqlens, cu_seqlens_k, rows, *own = staged.split([len(column) for column in columns])
         if one_row_each:
             cu_seqlens_q = torch.arange(len(reqs) + 1, dtype=torch.int32, device=self.device)
         else:
@@ -121,10 +121,8 @@ class FlashAttentionBackend:
         buffers.cache_seqlens.copy_(metadata.cache_seqlens)
         buffers.page_table[:, : metadata.page_table.shape[1]].copy_(metadata.page_table)
 
-    def _to_device(self, columns: list[list[int]]) -> Sequence[torch.Tensor]:
-        """Several int32 arrays, in one copy."""
-        staged = torch.tensor(list(chain(*columns)), dtype=torch.int32, pin_memory=True)
-        return staged.to(self.device, non_blocking=True).split([len(column) for column in columns])
+    def _to_device(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, pin_memory=True).to(self.device, non_blocking=True)
 
     def _attend(
         self,

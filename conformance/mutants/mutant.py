@@ -32,6 +32,8 @@ class Mutant:
     issue: str | None = None
     alone: bool = False
     """Whether no other check fails on the smallest case: this mutant is why the check exists."""
+    raises: bool = False
+    """Whether it shows as an exception: any other that raises has broken down, and shows nothing."""
     modes: tuple[str, ...] = ("strict", "faithful")
     declares: dict[str, Any] | None = None
     """Changes to what the correct backend declares."""

@@ -13,10 +13,12 @@ from conformance.mutants.mutant import mutant
 
 
 def _attends(cls: type[Any], attend: Any) -> type[Any]:
-    """A subclass that attends by `attend(self, q, k, v)`, q `[qo_len, heads, dim]`."""
+    """A subclass that attends by `attend(self, q, k, v)`, float32 q `[qo_len, heads, dim]`."""
 
     class Attends(cls):
-        _attend = attend
+        def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            rows = attend(self, *(x.squeeze(0).transpose(0, 1) for x in (q, k, v)))
+            return rows.transpose(0, 1).unsqueeze(0)
 
     return Attends
 
@@ -24,7 +26,7 @@ def _attends(cls: type[Any], attend: Any) -> type[Any]:
 def _sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    heads_first = (x.float().transpose(0, 1) for x in (q, k, v))
+    heads_first = (x.transpose(0, 1) for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(
         *heads_first, attn_mask=seen, scale=scale, enable_gqa=True
     )
@@ -133,9 +135,7 @@ def _(cls: type[Any]) -> type[Any]:
             k, v, seen = k.flip(0), v.flip(0), seen.flip(1)
         return _sdpa(q, k, v, seen, self.engine.scale)
 
-    class Splits(cls):
-        _attend = attend
-
+    class Splits(_attends(cls, attend)):
         def prepare_metadata(self, batch: Any) -> None:
             super().prepare_metadata(batch)
             self.batch_size = len(batch.padded_reqs)

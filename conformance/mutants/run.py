@@ -12,7 +12,7 @@ from cases.model import Case
 from conformance.examine import examine
 from conformance.find import smallest
 from conformance.mutants import MUTANTS, Mutant
-from conformance.outcome import Verdict
+from conformance.outcome import Outcome, Verdict
 from conformance.question import Question
 from conformance.selection import cases_for, sessions_for
 from conformance.session import Session
@@ -39,6 +39,9 @@ class Caught:
         """Why this does not count as caught; empty if it does."""
         if self.case is None or self.verdict is None:
             return [f"survived: {self.mutant.check} found nothing in {MAX_EXAMPLES} cases"]
+        raised = self.verdict.outcomes[self.mutant.check] is Outcome.RAISED
+        if raised and not self.mutant.raises:
+            return [f"it raised: {self.verdict.findings[0].message}"]
         if self.mutant.alone and not self.alone:
             return [f"{', '.join(sorted(self.verdict.failed))} fail, {self.mutant.check} alone must"]
         requests, tokens = case_size(self.case)
