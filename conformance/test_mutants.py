@@ -47,6 +47,14 @@ def test_mutant_is_caught_and_shrunk(mutant: Mutant, mode: str) -> None:
     assert caught.faults == [], f"{mutant.name} ({mutant.why}): {caught.case}"
 
 
+def test_a_mutant_that_breaks_down_has_shown_nothing() -> None:
+    meant_to_answer = replace(MUTANTS["one_token_fails"], raises=False)
+    with Session([meant_to_answer.base]) as session:
+        caught = hunt(meant_to_answer, session)
+    assert caught.case is not None
+    assert caught.faults[0].startswith("it raised: forward raised: IndexError")
+
+
 def test_last_page_len_shrinks_to_one_full_page() -> None:
     case = _smallest("lastlen_0_when_multiple")
     (step,) = case.steps

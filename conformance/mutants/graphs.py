@@ -267,6 +267,7 @@ def _scheduled(cls: type[Any], splits: tuple[int, int]) -> type[Any]:
     tokens=1,
     alone=True,
     device="full",
+    raises=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class CutsTheTable(cls):
@@ -288,6 +289,7 @@ def _(cls: type[Any]) -> type[Any]:
     tokens=2,
     alone=True,
     device="full",
+    raises=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class LeavesWrapper(cls):
@@ -306,6 +308,7 @@ def _(cls: type[Any]) -> type[Any]:
     issue="NVIDIA/TensorRT-LLM#15556",
     tokens=2,
     device="full",
+    raises=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class SizedByCapture(cls):
@@ -324,6 +327,7 @@ def _(cls: type[Any]) -> type[Any]:
     tokens=1,
     alone=True,
     device="full",
+    raises=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class OneShort(cls):
@@ -342,6 +346,7 @@ def _(cls: type[Any]) -> type[Any]:
     tokens=1,
     alone=True,
     device="full",
+    raises=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class RoundsDown(cls):
@@ -360,6 +365,7 @@ def _(cls: type[Any]) -> type[Any]:
     issue="sglang#25124",
     tokens=1,
     device="full",
+    raises=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class SizedByPool(cls):

@@ -299,6 +299,7 @@ def _(cls: type[Any]) -> type[Any]:
     why="the kernel indexes the page table with -1 for a request without keys",
     issue="sglang#5875, vllm#35969",
     tokens=0,
+    raises=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     def change(self: Any, call: Any) -> Any:

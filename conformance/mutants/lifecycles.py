@@ -106,6 +106,7 @@ def _(cls: type[Any]) -> type[Any]:
     why="plan is told float16 whatever q holds",
     issue="seed 003",
     tokens=1,
+    raises=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class AlwaysHalf(cls):

@@ -264,6 +264,7 @@ def _(cls: type[Any]) -> type[Any]:
     check="smoke",
     why="a batch of a single token is not handled",
     tokens=1,
+    raises=True,
 )
 def _(cls: type[Any]) -> type[Any]:
     class NeedsTwo(cls):
