@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 P = ParamSpec("P")
@@ -122,18 +123,20 @@ def on_device(t: torch.Tensor) -> bool:
 def kernel(fn: Callable[P, R]) -> Callable[P, R]:
     """Make a function one device operation, as a library's kernel launch is.
 
-    Inside it the simulation is off: tensors are what `host` says, and torch and numpy run at full speed.
+    Inside it the simulation is off: tensors are what `host` says, and torch and numpy run at full speed. Numbers that
+    are none raise no warning of numpy's, as they raise none on a GPU.
     The tensors that it returns (one, or tuples, lists and dicts of them) come back on the device, except
     those that live in the storage of an argument, which stay where they are. Without a simulation this is
     `fn`.
     """
+    quiet: Callable[P, R] = np.errstate(all="ignore")(fn)
 
     @functools.wraps(fn)
     def launch(*args: P.args, **kwargs: P.kwargs) -> R:
         simulation = _installed
         if simulation is None:
-            return fn(*args, **kwargs)
-        return simulation.run(fn, args, kwargs)
+            return quiet(*args, **kwargs)
+        return simulation.run(quiet, args, kwargs)
 
     return launch
 
