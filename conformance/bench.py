@@ -20,7 +20,9 @@ def main(argv: Sequence[str]) -> int:
     """Measure the parts named (all of them where none is) and print the numbers."""
     parser = argparse.ArgumentParser(prog="conformance bench", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(_PARTS)}; default: all")
-    parser.add_argument("--cases", type=int, default=600, help="cases per backend (default %(default)s)")
+    parser.add_argument(
+        "--cases", type=int, default=200, help="cases per backend and round (default %(default)s)"
+    )
     parser.add_argument("--trials", type=int, default=1000, help="needle trials each (default %(default)s)")
     parser.add_argument(
         "--library",
@@ -46,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _throughput(options: argparse.Namespace) -> None:
     """Default mix: up to 8 requests, up to 64 tokens in all (a stated share is longer), 2 layers, two executions."""
-    print(f"  {throughput.interpreter()}")
+    print(f"  the best of {throughput.ROUNDS} rounds; {throughput.interpreter()}")
     if options.library == "real":
         for result in throughput.measure(GPU_BACKENDS, options.cases, library="real"):
             print(f"  {result}", flush=True)
@@ -97,7 +99,7 @@ def _device(options: argparse.Namespace) -> None:
     """A case and single calls, beside plain CPU tensors."""
     from fakes.cuda.bench import measure
 
-    for cost in devices.measure(max(options.cases // 10, 1)):
+    for cost in devices.measure(max(options.cases // 3, 1)):
         print(f"  {cost}", flush=True)
     for name, costs in measure().items():
         print(f"  {name:20}", *(f"{kind} {us:6.2f} us" for kind, us in costs.items()), sep="   ")
