@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _throughput(options: argparse.Namespace) -> None:
     """Default mix: up to 8 requests, up to 64 tokens in all (a stated share is longer), 2 layers, two executions."""
-    print(f"  the best of {throughput.ROUNDS} rounds; {throughput.interpreter()}")
+    print(f"  the best of {throughput.ROUNDS} rounds, Python {platform.python_version()}")
     if options.library == "real":
         for result in throughput.measure(GPU_BACKENDS, options.cases, library="real"):
             print(f"  {result}", flush=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import sysconfig
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,13 +38,6 @@ class Throughput:
     def __str__(self) -> str:
         parts = "  ".join(f"{name} {share:4.0%}" for name, share in self.shares.items())
         return f"{self.backend:18} {self.per_second:6.0f} cases/s   {parts}"
-
-
-def interpreter() -> str:
-    """Which Python runs this, and how it was built: half of the time on fakes is its own."""
-    options = str(sysconfig.get_config_var("CONFIG_ARGS"))
-    built = "with" if "--enable-optimizations" in options else "without"
-    return f"Python {platform.python_version()}, built {built} --enable-optimizations"
 
 
 ROUNDS = 3
