@@ -46,7 +46,7 @@ def rows(keys: np.ndarray, width: int) -> np.ndarray:
 
 
 def order(seed: int, count: int) -> list[int]:
-    """The numbers below `count` in random order. At most 2**19 of them."""
-    first = seed * _GOLDEN % (1 << 64) % (_TABLE - count)
-    found: list[int] = _noise()[first : first + count].argsort().tolist()
+    """The numbers below `count` in random order."""
+    first = seed * _GOLDEN % (1 << 64) % max(_TABLE - count, 1)
+    found: list[int] = _noise().take(np.arange(first, first + count), mode="wrap").argsort().tolist()
     return found

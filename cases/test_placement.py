@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cases.model import Case, Placement, Request, Step
-from cases.placement import pages_for, place
+from cases.placement import free_order, pages_for, place
 
 REQUESTS = (
     Request(cached_len=9, extend_len=3, uid=0),
@@ -58,3 +58,12 @@ def test_who_stays_keeps_its_place_and_the_rest_is_reused(placement: Placement) 
 
 def test_pages_for() -> None:
     assert [pages_for(n, 16) for n in (0, 1, 15, 16, 17, 32)] == [0, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 37, (1 << 20) - 1, 1 << 20, (1 << 20) + 4096])
+def test_scattered_pages_are_all_of_them_in_another_order(count: int) -> None:
+    case = Case((Step((Request(),)),), placement="scattered", seed=5)
+    order = free_order(case, count)
+    assert sorted(order) == list(range(count))
+    assert count < 3 or order != sorted(order)
+    assert order == free_order(case, count)
