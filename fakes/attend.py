@@ -211,6 +211,16 @@ def uncovered(spans: Sequence[Span], rows: int) -> np.ndarray | None:
     return free if free.any() else None
 
 
+def seen(qo_len: int, kv_len: int, left: int, right: int, rows: tuple[int, int] | None = None) -> np.ndarray:
+    """Bool `[qo_len, kv_len]`, or of a range of rows: keys up to `left` before the row's own and `right` after it, -1
+    for all."""
+    first, last = rows or (0, qo_len)
+    own = np.arange(kv_len - qo_len + first, kv_len - qo_len + last)[:, None]
+    key = np.arange(kv_len)[None, :]
+    found = key <= own + right if right >= 0 else np.ones((last - first, kv_len), dtype=np.bool_)
+    return found & (key >= own - left) if left >= 0 else found
+
+
 def exponential(numbers: np.ndarray) -> None:
     """exp in place. Beyond some hundred numbers torch's vector code is up to three times faster than numpy's loop."""
     if numbers.size < FEW:
@@ -280,12 +290,7 @@ def _mask(
 def _build_mask(
     qo_len: int, kv_len: int, left: int, right: int, first: int, last: int, group: int
 ) -> tuple[np.ndarray | None, bool]:
-    own = np.arange(kv_len - qo_len + first, kv_len - qo_len + last)[:, None]
-    key = np.arange(kv_len)[None, :]
-    mask = key <= own + right if right >= 0 else np.ones((last - first, kv_len), dtype=np.bool_)
-    if left >= 0:
-        mask = mask & (key >= own - left)
-    return _bias(mask, group)
+    return _bias(seen(qo_len, kv_len, left, right, (first, last)), group)
 
 
 _cached_mask = lru_cache(maxsize=512)(_build_mask)

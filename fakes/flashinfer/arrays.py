@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from fakes import cuda, releases
-from fakes.cuda.places import DEVICE, PINNED, place_of
 from fakes.modes import UndefinedRead
 
 
@@ -60,16 +59,15 @@ def upload(tensor: torch.Tensor, non_blocking: bool, device: torch.device) -> to
     simulation = cuda.current()
     if simulation is None:
         return tensor.clone()
-    if simulation.kind == "light":  # what its own `to` does, at less cost
+    if cuda.on_device(tensor):
+        return tensor
+    if simulation.kind == "light":
+        streams = cuda.streams()
+        if streams is not None and not (non_blocking and tensor.is_pinned()):
+            streams.staged_copy("h2d", non_blocking, False)
         with cuda.paused():
-            place = place_of(tensor)
-            if place is DEVICE:
-                return tensor
-            streams = cuda.streams()
-            if streams is not None and not (non_blocking and place is PINNED):
-                streams.staged_copy("h2d", non_blocking, False)
             return cuda.adopt(tensor.clone())
-    return tensor if cuda.on_device(tensor) else tensor.to(device, non_blocking=non_blocking)
+    return tensor.to(device, non_blocking=non_blocking)
 
 
 def lengths_by_pages(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fakes.attend import uncovered
+from fakes import attend
 from fakes.flashinfer.loads import keys_at_once
 from fakes.flashinfer.plans import Plan
 from fakes.flashinfer.schedule import decode_step
@@ -91,14 +91,6 @@ def check_starts(plan: Plan, spans: Sequence[Span], group: int, window: int, *, 
             )
 
 
-def windowed(count: int, length: int, window_left: int, *, causal: bool) -> np.ndarray:
-    """What `count` rows see of `length` keys, bool `[count, length]`; `window_left` -1: no window."""
-    own = np.arange(count)[:, None] + length - count
-    key = np.arange(length)[None, :]
-    seen = key <= own if causal else np.ones((count, length), dtype=np.bool_)
-    return seen & (key >= own - window_left) if window_left >= 0 else seen
-
-
 def masks(
     plan: Plan,
     spans: Sequence[Span],
@@ -137,7 +129,7 @@ def masks(
     for i, (span, length) in enumerate(zip(spans, lens, strict=True)):
         count = span.q_end - span.q_start
         key = np.arange(length)[None, :]
-        seen = windowed(count, length, window_left, causal=causal) if custom is None else custom[i]
+        seen = attend.seen(count, length, window_left, 0 if causal else -1) if custom is None else custom[i]
         if blind:
             seen = seen & (key > np.arange(count)[:, None] + length - count)
         first = np.zeros((count, 1), dtype=np.int64)
@@ -225,7 +217,7 @@ def placed(
     if plan.kernel != "fa2" or all(
         (span.q_start, span.q_end) == edge for span, edge in zip(spans, edges, strict=False)
     ):
-        free = uncovered(spans, rows)
+        free = attend.uncovered(spans, rows)
         return out, lse, None if free is None else ~free
     schedule = plan.schedule()
     moved, moved_lse = np.full_like(out, np.nan), np.full_like(lse, np.nan)

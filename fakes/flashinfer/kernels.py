@@ -71,10 +71,7 @@ def execute(
     staging.ran(plan.staged, out, lse)
     rows = out.shape[0]
     if custom is not None and launch.window_left >= 0:
-        custom = [
-            mask & cutting.windowed(len(mask), mask.shape[1], launch.window_left, causal=False)
-            for mask in custom
-        ]
+        custom = [mask & numbers.seen(len(mask), mask.shape[1], launch.window_left, -1) for mask in custom]
     if not q.shape[0] and any(span.q_end > span.q_start for span in spans):
         raise illegal_access("q has no rows, so its address is null")
     missing = max([span.q_end for span in spans], default=0) - q.shape[0]
@@ -136,9 +133,8 @@ def execute(
         def again(i: int, rows: slice, keys: Range) -> tuple[np.ndarray, np.ndarray]:
             span, visible = spans[i], None if seen is None else seen[i]
             if visible is None:
-                visible = cutting.windowed(
-                    span.q_end - span.q_start, len(span.slots), launch.window_left, causal=launch.causal
-                )
+                rows_and_keys = span.q_end - span.q_start, len(span.slots)
+                visible = numbers.seen(*rows_and_keys, launch.window_left, 0 if launch.causal else -1)
             return numbers.attend(
                 q[span.q_start + rows.start : span.q_start + rows.stop],
                 k,
@@ -164,9 +160,8 @@ def execute(
                 ),
                 again=again,
             )
-        if releases.at_least(
-            "flashinfer", "0.7.2"
-        ):  # merges of partial results take the larger of NaN and -inf
+        if releases.at_least("flashinfer", "0.7.2"):
+            # from then on partial results are merged by the larger of NaN and -inf
             merged_without_nan(
                 spans, exact_lse, chunks=lambda span: loads.chunks(plan, span, window), again=again
             )

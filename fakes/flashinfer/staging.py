@@ -86,7 +86,6 @@ def read_back(**arrays: torch.Tensor | None) -> None:
     streams = cuda.streams()
     if streams is None:
         return
-    with cuda.paused():
-        read = [name for name, array in arrays.items() if array is not None and cuda.on_device(array)]
-    for name in read:
-        streams.drain(f"plan, which reads {name} back from the device")
+    for name, array in arrays.items():
+        if array is not None and cuda.on_device(array):
+            streams.drain(f"plan, which reads {name} back from the device")

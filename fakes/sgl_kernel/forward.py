@@ -129,6 +129,7 @@ def _attend(
 
         def again(i: int, rows: slice, keys: Range) -> tuple[np.ndarray, np.ndarray]:
             span = spans[i]
+            seen = attend.seen(span.q_end - span.q_start, len(span.slots), mask.left, mask.right)
             return attend.attend(
                 q[span.q_start + rows.start : span.q_start + rows.stop],
                 k,
@@ -137,7 +138,7 @@ def _attend(
                 layout=reading.layout,
                 scale=args.scale,
                 soft_cap=max(args.soft_cap, 0.0),
-                custom=[loads.seen(span, mask)[rows, slice(*keys)]],
+                custom=[seen[rows, slice(*keys)]],
                 k_scale=k_scale[i : i + 1] if isinstance(k_scale, np.ndarray) else k_scale,
                 v_scale=v_scale[i : i + 1] if isinstance(v_scale, np.ndarray) else v_scale,
                 sinks=sinks,

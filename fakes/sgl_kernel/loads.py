@@ -1,4 +1,4 @@
-"""Which keys the tile of a row loads in FlashAttention 3, and what a row sees of them.
+"""Which keys the tile of a row loads in FlashAttention 3.
 
 Measured on an H200 with sglang-kernel 0.4.6, by a NaN in one key of V: with a window a tile's keys begin at the first
 that its first row sees, whether a tile of keys begins there or not; without one at the first of all. From there on
@@ -7,11 +7,9 @@ whole tiles of keys are loaded, up to the last that its last row sees; packed ro
 
 from __future__ import annotations
 
-import numpy as np
-
 from fakes.loaded import Range
 from fakes.recorder import Span
-from fakes.sgl_kernel import tails
+from fakes.sgl_kernel import tiles
 from fakes.sgl_kernel.arguments import Shape
 from fakes.sgl_kernel.masking import Visible
 
@@ -20,7 +18,7 @@ def ranges(shape: Shape, span: Span, mask: Visible) -> list[Range]:
     """For each packed row of a request (the query heads of a KV head, row by row) the keys that its tile loads."""
     count, length = span.q_end - span.q_start, len(span.slots)
     group = shape.heads // shape.heads_k
-    rows, keys = tails.tile_rows(shape), tails.tile_keys(shape, causal=mask.causal, local=mask.local)
+    rows, keys = tiles.rows_of(shape), tiles.keys_of(shape, mask)
     if keys is None:  # a tile that was not looked at
         return [(0, length)] * (count * group)
     found: list[Range] = []
@@ -31,16 +29,4 @@ def ranges(shape: Shape, span: Span, mask: Visible) -> list[Range]:
         if mask.right >= 0:
             end = min(-(-(tile + 1) * rows // group) + length - count + mask.right, length)
         found.append((first, min(first + -(-max(end - first, 0) // keys) * keys, length)))
-    return found
-
-
-def seen(span: Span, mask: Visible) -> np.ndarray:
-    """Bool `[rows, keys]`: what the rows of a request see."""
-    count, length = span.q_end - span.q_start, len(span.slots)
-    own, key = np.arange(count)[:, None] + length - count, np.arange(length)[None, :]
-    found = np.ones((count, length), dtype=np.bool_)
-    if mask.left >= 0:
-        found &= key >= own - mask.left
-    if mask.right >= 0 or mask.causal:
-        found &= key <= own + max(mask.right, 0)
     return found

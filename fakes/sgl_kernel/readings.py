@@ -9,7 +9,7 @@ import torch
 
 from fakes import cuda, modes
 from fakes.recorder import reads_foreign
-from fakes.sgl_kernel import tails
+from fakes.sgl_kernel import tiles
 from fakes.sgl_kernel.arguments import Forward, Shape
 from fakes.sgl_kernel.findings import find, strict
 from fakes.sgl_kernel.pages import Keys, paged_slots
@@ -43,7 +43,7 @@ def query_bounds(args: Forward, shape: Shape, rows: int) -> list[tuple[int, int]
         stops = [start + count for start, count in zip(starts, used, strict=True)]
     group = shape.heads // shape.heads_k
     for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        if (start - stop) * group >= tails.tile_rows(shape):
+        if (start - stop) * group >= tiles.rows_of(shape):
             raise modes.illegal_access(f"cu_seqlens_q gives request {index} {stop - start} rows")
         if stop > start and (start < 0 or stop > rows):
             raise modes.UndefinedRead(
