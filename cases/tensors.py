@@ -43,7 +43,7 @@ class StepTensors:
         """int64 `[num_tokens]`: slot of every token in `k_all`."""
         return np.concatenate(self.placed.slots)
 
-    @cached_property
+    @property
     def new(self) -> np.ndarray:
         """int64 `[num_new]`: the tokens in `k_all` that an engine computes in this step."""
         return self.tokens.new
@@ -85,37 +85,24 @@ class CaseTensors:
     def _pools(self) -> dict[tuple[int, str, bool, bool], torch.Tensor]:
         return {}
 
-    @cached_property
-    def _images(self) -> dict[tuple[int, str, bool, bool], np.ndarray]:
-        return {}
-
     def pool(self, step: int, which: str, *, nan: bool, after: bool) -> torch.Tensor:
         """What K ("k") or V ("v") of all layers must hold before or after a step: the tokens that stand there by then,
         poison in every other slot. Made once; not to be written to."""
         key = (step, which, nan, after)
         if key not in self._pools:
-            image = self._image(step, which, nan=nan, after=after)
-            self._pools[key] = from_array(image).view(getattr(torch, self.case.cache_dtype))
-        return self._pools[key]
-
-    def _image(self, step: int, which: str, *, nan: bool, after: bool) -> np.ndarray:
-        """The bits of `pool`."""
-        key = (step, which, nan, after)
-        if key not in self._images:
             s = self.steps[step]
             if after:
-                image = self._image(step, which, nan=nan, after=False).copy()
+                image = host_bits(self.pool(step, which, nan=nan, after=False)).copy()
                 self.put(image, s.slots, s.words[which], s.new)
             elif self.case.session and step:
-                image = self._image(step - 1, which, nan=nan, after=True).copy()
+                image = host_bits(self.pool(step - 1, which, nan=nan, after=True)).copy()
                 self.turn(image, step, which, nan=nan)
             else:
-                dim = s.words[which].shape[-1]
                 word = _word(self.case.cache_dtype, self.poison(which, nan=nan))
-                image = np.full(self.pool_shape(dim), word)
+                image = np.full(self.pool_shape(s.words[which].shape[-1]), word)
                 self.put(image, s.slots, s.words[which], s.stored)
-            self._images[key] = image
-        return self._images[key]
+            self._pools[key] = from_array(image).view(getattr(torch, self.case.cache_dtype))
+        return self._pools[key]
 
     def turn(self, pool: np.ndarray, step: int, which: str, *, nan: bool) -> None:
         """What happens to a session's pool (its bits) before a step: poison where a token has gone, and the tokens that

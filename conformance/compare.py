@@ -51,8 +51,9 @@ def elements(got: np.ndarray, want: np.ndarray, allowed: np.ndarray | float) -> 
     with np.errstate(invalid="ignore"):
         error = np.abs(got - want)
         right = np.asarray(error <= allowed)
-        if not right.all():
-            right = np.asarray(right | (got == want))
+        if right.all():
+            return None
+        right = np.asarray(right | (got == want))
     if right.all():
         return None
     error = np.where(right, 0.0, np.where(np.isfinite(error), error, np.inf))

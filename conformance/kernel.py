@@ -31,7 +31,7 @@ class KernelRun(EngineRun):
         calls = [
             self._call(execution, tensors, index, layer) for layer in range(self.question.case.num_layers)
         ]
-        kept = [(c.q.clone(), c.k.clone(), c.v.clone()) for c in calls]
+        kept = [(c.q.clone(), c.k.clone(), c.v.clone()) for c in calls] if execution.is_first else []
         for layer, call in enumerate(calls):
             answer: object = None
             with execution.catching(index, layer):

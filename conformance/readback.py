@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from cases.bits import bits
 from cases.tensors import CaseTensors
 from conformance.outcome import Finding
 from conformance.question import Question
@@ -125,9 +126,9 @@ def _with_values(tensors: CaseTensors, step: int, v: np.ndarray) -> CaseTensors:
     steps[step] = replace(old, v_all=values)
     if tensors.case.session:
         index = {token: i for i, token in enumerate(old.tokens.pairs())}
-        bits = values.view(torch.uint8) if values.element_size() == 1 else values
-        bits = torch.cat([bits, torch.zeros_like(bits[:, :1])], dim=1)
+        words = bits(values)
+        words = torch.cat([words, torch.zeros_like(words[:, :1])], dim=1)
         for i, earlier in enumerate(tensors.steps[:step]):
             at = [index.get(token, -1) for token in earlier.tokens.pairs()]
-            steps[i] = replace(earlier, v_all=bits[:, at].view(values.dtype))
+            steps[i] = replace(earlier, v_all=words[:, at].view(values.dtype))
     return _Unpoisoned(tensors.case, tensors.plan, tuple(steps))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from conformance.fidelity.call import from_json
+from conformance.fidelity.call import LibraryCall, from_json
 from conformance.fidelity.catalogue import drafted
 from conformance.fidelity.compare import disagreement
 from conformance.fidelity.draft import LN2
@@ -41,24 +41,27 @@ AMONG_HEADS = (
 )
 
 
+def numbers_of(call: LibraryCall, release: str = "0.6.6") -> np.ndarray:
+    with on_fakes({"flashinfer": release}) as ask:
+        seen = ask(call)
+    assert seen.numbers is not None
+    return seen.numbers
+
+
 def test_rows_that_the_plan_places_elsewhere_hold_zeros() -> None:
     call = from_json(
         '{"entry":"fi.prefill.fa2","kv_lens":[9,8],"malformations":["strided:qo_indptr"],"qo_lens":[5,0]}'
     )
-    with on_fakes({}) as ask:
-        seen = ask(call)
-    assert seen.numbers is not None
-    assert (seen.numbers[..., :-1] == 0).all()
-    assert np.isnan(seen.numbers[..., -1]).all()
+    numbers = numbers_of(call)
+    assert (numbers[..., :-1] == 0).all()
+    assert np.isnan(numbers[..., -1]).all()
 
 
 def test_rows_that_no_tile_computes_hold_zeros() -> None:
-    with on_fakes({}) as ask:
-        seen = ask(from_json(FOUND_ZEROS))
-    assert seen.numbers is not None
-    blank = np.isnan(seen.numbers[..., -1])
+    numbers = numbers_of(from_json(FOUND_ZEROS))
+    blank = np.isnan(numbers[..., -1])
     assert blank.any()
-    assert (seen.numbers[blank][:, :-1] == 0).all()
+    assert (numbers[blank][:, :-1] == 0).all()
 
 
 def test_keys_behind_the_last_page_are_loads_from_the_address_of_the_pool() -> None:
@@ -69,11 +72,9 @@ def test_keys_behind_the_last_page_are_loads_from_the_address_of_the_pool() -> N
     q, k, v = (draft.tensors[name] for name in ("q", "k", "v"))
     keys, values = (t[0, 0, 0, :8].repeat(8)[None, None].expand(5, 1, 64) for t in (k, v))
     out, lse = dense(q[1:], keys, values)
-    with on_fakes({}) as ask:
-        seen = ask(call)
-    assert seen.numbers is not None
+    numbers = numbers_of(call)
     expected = sketch(out.numpy(), lse.numpy() / LN2)
-    assert differ(seen.numbers[1:], expected) == ""
+    assert differ(numbers[1:], expected) == ""
 
 
 def test_a_decode_block_that_sees_no_key_weighs_all_that_it_takes() -> None:
@@ -82,11 +83,9 @@ def test_a_decode_block_that_sees_no_key_weighs_all_that_it_takes() -> None:
     v = draft.tensors["v"].double()
     pages = draft.arrays["indices"].long()
     values = v[pages].reshape(-1, 1, 64)[:128]  # one chunk, a multiple of the 64 keys that a block takes
-    with on_fakes({}) as ask:
-        seen = ask(call)
-    assert seen.numbers is not None
+    numbers = numbers_of(call)
     expected = sketch(values.mean(dim=0)[None].numpy(), np.full((1, 1), SENTINEL))
-    assert differ(seen.numbers, expected) == ""
+    assert differ(numbers, expected) == ""
 
 
 def test_nan_spoils_the_rows_whose_tile_loads_it() -> None:
@@ -96,12 +95,10 @@ def test_nan_spoils_the_rows_whose_tile_loads_it() -> None:
     pages = draft.arrays["indices"].long()
     keys, values = (t[pages].reshape(-1, 1, 128)[:192] for t in (k, v))
     out, lse = dense(q[:16], keys, values, causal=True)  # of 200 + 16 keys the first tile's 16 rows see 192
-    with on_fakes({}) as ask:
-        seen = ask(call)
-    assert seen.numbers is not None
-    assert differ(seen.numbers[:16], sketch(out.numpy(), lse.numpy() / LN2)) == ""
-    assert np.isnan(seen.numbers[16:, :, :-1]).all()
-    assert np.isfinite(seen.numbers[16:24, :, -1]).all()  # loaded, and not seen
+    numbers = numbers_of(call)
+    assert differ(numbers[:16], sketch(out.numpy(), lse.numpy() / LN2)) == ""
+    assert np.isnan(numbers[16:, :, :-1]).all()
+    assert np.isfinite(numbers[16:24, :, -1]).all()  # loaded, and not seen
 
 
 def test_a_tile_may_begin_among_the_heads_of_a_row() -> None:
@@ -109,39 +106,33 @@ def test_a_tile_may_begin_among_the_heads_of_a_row() -> None:
     draft = drafted(call)
     q, k, v = (draft.tensors[name] for name in ("q", "k", "v"))
     slots = draft.arrays["indices"].long()[332 + 56 :][:35]
-    with on_fakes({}) as ask:
-        seen = ask(call)
-    assert seen.numbers is not None
+    numbers = numbers_of(call)
     for head, first in (
         (0, 18),
         (1, 23),
     ):  # packed rows 15 and 16 of tiles of 16: each begins 4 keys before its own
         keys, values = (t[slots[first:], 0, 0][:, None] for t in (k, v))
         out, lse = dense(q[7:8, head : head + 1], keys, values)
-        assert differ(seen.numbers[7:8, head : head + 1], sketch(out.numpy(), lse.numpy() / LN2)) == ""
+        assert differ(numbers[7:8, head : head + 1], sketch(out.numpy(), lse.numpy() / LN2)) == ""
 
 
 def test_fa3_has_no_lse_where_a_key_is_nan() -> None:
     call = from_json(
         '{"entry":"sgl.kvcache","malformations":["cache_lens:more"],"poisoned":true,"seed":11869}'
     )
-    with on_fakes({}) as ask:
-        seen = ask(call)
-    assert seen.numbers is not None
-    assert np.isnan(seen.numbers[..., :-1]).all()
-    assert np.isneginf(seen.numbers[..., -1]).all()
+    numbers = numbers_of(call)
+    assert np.isnan(numbers[..., :-1]).all()
+    assert np.isneginf(numbers[..., -1]).all()
 
 
 def test_a_chunk_with_nan_leaves_the_lse_to_the_others_from_0_7_2_on() -> None:
     call = from_json(NAN_IN_A_CHUNK)
     for release, has_lse in (("0.6.6", False), ("0.7.4", True)):
-        with on_fakes({"flashinfer": release}) as ask:
-            seen = ask(call)
-        assert seen.numbers is not None
-        assert np.isnan(seen.numbers[5, :, :-1]).all()
-        assert np.isfinite(seen.numbers[5, :, -1]).all() == has_lse
+        numbers = numbers_of(call, release)
+        assert np.isnan(numbers[5, :, :-1]).all()
+        assert np.isfinite(numbers[5, :, -1]).all() == has_lse
         if has_lse:
-            assert seen.numbers[5, 0, -1] == pytest.approx(7.80669, abs=2e-3)  # as measured
+            assert numbers[5, 0, -1] == pytest.approx(7.80669, abs=2e-3)  # as measured
 
 
 def test_a_projection_that_is_small_by_chance_makes_no_difference() -> None:

@@ -41,7 +41,8 @@ class Caught:
             return [f"survived: {self.mutant.check} found nothing in {MAX_EXAMPLES} cases"]
         raised = self.verdict.outcomes[self.mutant.check] is Outcome.RAISED
         if raised and not self.mutant.raises:
-            return [f"it raised: {self.verdict.findings[0].message}"]
+            error = next(f.message for f in self.verdict.findings if f.check == self.mutant.check)
+            return [f"it raised: {error}"]
         if self.mutant.alone and not self.alone:
             return [f"{', '.join(sorted(self.verdict.failed))} fail, {self.mutant.check} alone must"]
         requests, tokens = case_size(self.case)
