@@ -25,9 +25,8 @@ BatchKind = Literal["decode", "prefill", "ones", "chunked", "mixed", "verify", "
 Later = Literal["decode", "again", "chunk", "verify", "join"]
 """How a batch follows the one before it.
 
-"decode": every request decodes one token. "again": other requests, equally many, in a batch of the first
-one's kind. "chunk": every request computes a few tokens more. "verify": every request computes its last
-token anew and drafts
+"decode": every request decodes one token. "again": other requests, equally many, in a batch of the first one's kind.
+"chunk": every request computes a few tokens more. "verify": every request computes its last token anew and drafts
 behind it. "join": the first request leaves, a new one is prefilled, the others decode."""
 Prefix = Literal["own", "one_page", "all_pages"]
 """How much of the first request's stored pages the others share."""

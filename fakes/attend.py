@@ -1,9 +1,8 @@
 """The numbers of both fakes: paged or ragged attention in float64, rounded once.
 
-Semantics, as FlashInfer and FlashAttention define them: query head h reads KV head h // group size; the
-causal
-mask is aligned bottom right; a window counts keys on either side of the row's own position; scale, soft cap,
-mask and softmax follow in this order; a row that sees no key is (0, -inf).
+Semantics, as FlashInfer and FlashAttention define them: query head h reads KV head h // group size; the causal mask is
+aligned bottom right; a window counts keys on either side of the row's own position; scale, soft cap, mask and softmax
+follow in this order; a row that sees no key is (0, -inf).
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def attend(
 
     Args:
         q: host tensor `[rows, num_qo_heads, head_dim_qk]`, any float dtype and strides.
-        k: host tensor, NHD `[pages, page_size, num_kv_heads, dim]`, HND `[pages, num_kv_heads, page_size,
-        dim]`
+        k: host tensor, NHD `[pages, page_size, num_kv_heads, dim]`, HND `[pages, num_kv_heads, page_size, dim]`
             or "ragged" `[tokens, num_kv_heads, dim]`.
         v: the same with its own dim.
         spans: requests; `slots` must lie within k and v (the caller checks).

@@ -52,10 +52,8 @@ _PLAN_NAMES = ("indptr", "indices", "last_page_len")
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     """One query row per request over a paged KV cache.
 
-    q `[batch_size, num_qo_heads, head_dim]`; caches NHD `[pages, page_size, num_kv_heads, head_dim]` or HND,
-    a tuple
-    or one tensor with K and V stacked in dimension 1; out like q; LSE float32 `[batch_size, num_qo_heads]`,
-    base 2.
+    q `[batch_size, num_qo_heads, head_dim]`; caches NHD `[pages, page_size, num_kv_heads, head_dim]` or HND, a tuple or
+    one tensor with K and V stacked in dimension 1; out like q; LSE float32 `[batch_size, num_qo_heads]`, base 2.
     """
 
     _name = "BatchDecodeWithPagedKVCacheWrapper"

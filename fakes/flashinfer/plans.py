@@ -37,10 +37,8 @@ _made: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 class Plan:
     """What a plan leaves on the host: never read again from the arrays that it was made of.
 
-    `qo`, `kv` are the indptr arrays as the planner read them; `kv_lens` is what fa3 computes with (fa2 and
-    CUDA cores
-    derive lengths on the device). `capped`, `windowed`: whether the kernel was built with a soft cap, a
-    window.
+    `qo`, `kv` are the indptr arrays as the planner read them; `kv_lens` is what fa3 computes with (fa2 and CUDA cores
+    derive lengths on the device). `capped`, `windowed`: whether the kernel was built with a soft cap, a window.
     """
 
     kernel: Kernel

@@ -313,15 +313,13 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         elif total_rows > self._max_total_num_rows:
             raise ValueError(
                 f"The total number of rows in qo_indptr {total_rows} in cuda graph mode cannot exceed "
-                "the number of "
-                f"rows set during initialization {self._max_total_num_rows}."
+                f"the number of rows set during initialization {self._max_total_num_rows}."
             )
         if batch_size != self._fixed_batch_size:
             raise ValueError(
                 "The batch size should be fixed during the lifecycle of the wrapper in cuda graph mode, "
-                "the runtime "
-                f"batch size {batch_size} mismatches the batch size {self._fixed_batch_size}  set during "
-                "initialization."
+                f"the runtime batch size {batch_size} mismatches the batch size {self._fixed_batch_size}  set "
+                "during initialization."
             )
         if num_indices > len(self._paged_kv_indices_buf):
             raise ValueError("The length of paged_kv_indices exceeds the allocated buffer size.")
@@ -346,8 +344,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                 if not torch.is_tensor(getattr(self, f"_{name}")):
                     raise ValueError(
                         f"{name} must be initialized with a torch.Tensor in cuda graph mode if we use "
-                        "custom mask in "
-                        "attention computation."
+                        "custom mask in attention computation."
                     )
             self._custom_mask_buf[: len(mask[0])].copy_(mask[0])
             self._mask_indptr_buf.copy_(mask[1])
@@ -418,8 +415,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             if releases.at_least("flashinfer", "0.7.2") and q.shape[0] != plan.qo_last:
                 raise ValueError(
                     f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({plan.qo_last}). For paged "
-                    "prefill, q "
-                    "must have shape [total_tokens, num_heads, head_dim] where total_tokens = qo_indptr[-1]."
+                    "prefill, q must have shape [total_tokens, num_heads, head_dim] where total_tokens = qo_indptr[-1]."
                 )
             o_dtype = self._cached_o_data_type
             if out is not None and out.dtype != o_dtype:

@@ -258,14 +258,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         elif total_rows > self._max_total_num_rows:
             raise ValueError(
                 f"The total number of rows in qo_indptr {total_rows} in cuda graph mode cannot exceed "
-                "the number of "
-                f"rows set during initialization {self._max_total_num_rows}."
+                f"the number of rows set during initialization {self._max_total_num_rows}."
             )
         if batch_size != self._fixed_batch_size:
             raise ValueError(
                 f"The batch size should be fixed in cudagraph mode, the runtime batch size {batch_size}  "
-                "mismatches "
-                f"the batch size set during initialization {self._fixed_batch_size}."
+                f"mismatches the batch size set during initialization {self._fixed_batch_size}."
             )
         self._qo_indptr_buf.copy_(qo_indptr, non_blocking=non_blocking)
         self._kv_indptr_buf.copy_(kv_indptr, non_blocking=non_blocking)
@@ -274,8 +272,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
                 if not torch.is_tensor(getattr(self, f"_{name}")):
                     raise ValueError(
                         f"{name} must be initialized with a torch.Tensor in cuda graph mode if we use "
-                        "custom mask in "
-                        "attention computation."
+                        "custom mask in attention computation."
                     )
             self._custom_mask_buf[: len(mask[0])].copy_(mask[0])
             self._mask_indptr_buf.copy_(mask[1])
@@ -330,9 +327,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             assert plan is not None
             if releases.at_least("flashinfer", "0.7.2") and q.shape[0] != plan.qo_last:
                 raise ValueError(
-                    f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({plan.qo_last}). For "
-                    "ragged prefill, q "
-                    "must have shape [total_tokens, num_heads, head_dim] where total_tokens = qo_indptr[-1]."
+                    f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({plan.qo_last}). For ragged "
+                    "prefill, q must have shape [total_tokens, num_heads, head_dim] where total_tokens = qo_indptr[-1]."
                 )
             shape = (*q.shape[:-1], v.shape[-1])
             if out is None:

@@ -28,8 +28,7 @@ def array(record: Recorder, argument: str, tensor: torch.Tensor) -> np.ndarray |
             "arrays",
             argument,
             f"{argument} is {plain.dtype}, must be torch.int32: its memory is read as 32-bit words, so "
-            "that element 1 "
-            "is the high half of element 0",
+            "that element 1 is the high half of element 0",
         )
         return None
     if not plain.is_contiguous() and not releases.at_least("flashinfer", "0.7.4"):
@@ -169,8 +168,7 @@ def _seq_lens(record: Recorder, seq_lens: torch.Tensor, lens: np.ndarray) -> Non
             "arrays",
             "seq_lens",
             f"seq_lens[{i}] is {given[i]}, the page arrays give request {i} {lens[i]} tokens: some "
-            "kernels read one, "
-            "some the other",
+            "kernels read one, some the other",
             i,
         )
 

@@ -1,7 +1,6 @@
 """How FlashInfer's planners cut a batch: tiles of query rows, chunks of KV, and the scratch they need.
 
-The answer does not depend on it while plan and run agree. Where they do not (other group size, page size or
-lengths
+The answer does not depend on it while plan and run agree. Where they do not (other group size, page size or lengths
 than planned), what the plan did not cut is not computed. Source: `scheduler.cuh` of flashinfer-python 0.6.6.
 """
 
@@ -51,8 +50,7 @@ def check_scratch(schedule: Schedule, workspace_bytes: int) -> None:
         if used + size > workspace_bytes:
             raise RuntimeError(
                 f"Buffer overflow when allocating memory for {name} with size {size} and alignment 16, "
-                "but only "
-                f"{max(workspace_bytes - used, 0)} bytes available in AlignedAllocator. "
+                f"but only {max(workspace_bytes - used, 0)} bytes available in AlignedAllocator. "
                 "Increase the workspace buffer size."
             )
         used += size

@@ -185,8 +185,7 @@ class Wrapper:
                 "fi.planned-heads",
                 "num_qo_heads",
                 f"plan was told {plan.num_qo_heads} query and {plan.num_kv_heads} KV heads, q and the "
-                "cache have "
-                f"{heads} and {num_kv_heads}: work is cut for the planned ones",
+                f"cache have {heads} and {num_kv_heads}: work is cut for the planned ones",
             )
         if page_size != plan.page_size:
             rules.order(

@@ -47,10 +47,9 @@ def trtllm_batch_decode_with_kv_cache(
 ) -> torch.Tensor:
     """Decode one row per request.
 
-    query `[batch, num_qo_heads, head_dim]`; block_tables int32 `[batch, max pages]`; seq_lens int32
-    `[batch]`;
-    bmm1_scale multiplies q . k, bmm2_scale the output. The first 8 MiB of the workspace are semaphores: zero
-    at first use, left zero by every call.
+    query `[batch, num_qo_heads, head_dim]`; block_tables int32 `[batch, max pages]`; seq_lens int32 `[batch]`;
+    bmm1_scale multiplies q . k, bmm2_scale the output. The first 8 MiB of the workspace are semaphores: zero at first
+    use, left zero by every call.
 
     Raises:
         ValueError: a page size that XQA was not built for, or arguments of trtllm-gen.
