@@ -115,6 +115,22 @@ def _check_pool(launch: Launch, kv_indptr: torch.Tensor, indices: torch.Tensor, 
     rules.pool(record, "paged_kv_indices", indices, max(count, 0), num_pages, launch.page_size)
 
 
+def with_plan(
+    launch: Launch, int_workspace: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+) -> Launch | None:
+    """The launch with the plan that the workspace holds now; None, and NaN in `out` and `lse`, if it holds none."""
+    plan = plan_in(int_workspace, launch.plan)
+    if plan is None:
+        report_overwritten()
+        out.fill_(float("nan"))
+        if lse is not None:
+            lse.fill_(float("nan"))
+        return None
+    if launch.call is not None:
+        launch.call.plan = plan.call  # of a replayed run: the plan that it executes now
+    return launch if plan is launch.plan else replace(launch, plan=plan)
+
+
 @cuda.kernel
 def paged_kernel(
     launch: Launch,
@@ -132,19 +148,11 @@ def paged_kernel(
     mask_indptr: torch.Tensor | None = None,
 ) -> None:
     """Read the arrays where they lie now, attend, write `out` and `lse`."""
-    plan = plan_in(int_workspace, launch.plan)
-    out = cuda.host(out)
-    lse = None if lse is None else cuda.host(lse)
-    if plan is None:
-        report_overwritten()
-        out.fill_(float("nan"))
-        if lse is not None:
-            lse.fill_(float("nan"))
+    out, lse = cuda.host(out), None if lse is None else cuda.host(lse)
+    found = with_plan(launch, int_workspace, out, lse)
+    if found is None:
         return
-    if plan is not launch.plan:
-        launch = replace(launch, plan=plan)
-    if launch.call is not None:
-        launch.call.plan = plan.call  # of a replayed run: the plan that it executes now
+    launch, plan = found, found.plan
     k, v = cuda.host(k), cuda.host(v)
     _check_pool(launch, kv_indptr, indices, k.shape[0])
     read = spans.paged(

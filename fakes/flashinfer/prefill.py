@@ -11,12 +11,11 @@ from fakes import cuda, recorder, releases
 from fakes.flashinfer import masks, paged_run, rules
 from fakes.flashinfer.arrays import lengths_by_pages, upload
 from fakes.flashinfer.plans import Plan, check_builds, check_compiled, longest, make_prefill, read_host
+from fakes.flashinfer.prefill_wrapper import PrefillWrapper
 from fakes.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from fakes.flashinfer.single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
 from fakes.flashinfer.staging import read_back
 from fakes.flashinfer.wrapper import (
-    Until,
-    Wrapper,
     check_backend,
     check_buffer,
     check_dtypes,
@@ -40,7 +39,7 @@ __all__ = [
 _KV_NAMES = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 
 
-class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
     """Several query rows per request over a paged KV cache, causal rows aligned bottom right.
 
     q `[qo_indptr[-1], num_qo_heads, head_dim_qk]`; caches as in decode; out `[rows, num_qo_heads,
@@ -308,13 +307,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     def _check_graph(self, total_rows: int, batch_size: int, num_indices: int) -> None:
         if not self._use_cuda_graph:
             return
-        if self._max_total_num_rows is None:
-            self._max_total_num_rows = total_rows
-        elif total_rows > self._max_total_num_rows:
-            raise ValueError(
-                f"The total number of rows in qo_indptr {total_rows} in cuda graph mode cannot exceed "
-                f"the number of rows set during initialization {self._max_total_num_rows}."
-            )
+        self._bound_rows(total_rows)
         if batch_size != self._fixed_batch_size:
             raise ValueError(
                 "The batch size should be fixed during the lifecycle of the wrapper in cuda graph mode, "
@@ -338,16 +331,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             self._paged_kv_indptr_buf.copy_(kv_indptr, non_blocking=non_blocking)
             self._paged_kv_last_page_len_buf.copy_(last_page_len, non_blocking=non_blocking)
             self._paged_kv_indices_buf[: len(indices)].copy_(indices, non_blocking=non_blocking)
-            if mask is None:
-                return
-            for name in ("custom_mask_buf", "mask_indptr_buf"):
-                if not torch.is_tensor(getattr(self, f"_{name}")):
-                    raise ValueError(
-                        f"{name} must be initialized with a torch.Tensor in cuda graph mode if we use "
-                        "custom mask in attention computation."
-                    )
-            self._custom_mask_buf[: len(mask[0])].copy_(mask[0])
-            self._mask_indptr_buf.copy_(mask[1])
+            if mask is not None:
+                self._copy_mask(mask)
             return
         self._qo_indptr_buf = upload(qo_indptr, non_blocking, self.device)
         self._paged_kv_indptr_buf = upload(kv_indptr, non_blocking, self.device)
@@ -355,11 +340,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         self._paged_kv_last_page_len_buf = upload(last_page_len, non_blocking, self.device)
         self._custom_mask_buf = self._mask_indptr_buf = None
         if mask is not None:
-            with cuda.paused():
-                self._custom_mask_buf, self._mask_indptr_buf = (
-                    cuda.adopt(mask[0].clone()),
-                    cuda.adopt(mask[1]),
-                )
+            self._adopt_mask(mask)
 
     begin_forward = plan
 
@@ -379,10 +360,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         rope_theta: float | None = None,
     ) -> torch.Tensor:
         """The older `run`. What it sets replaces the plan's values, too late for what is compiled in."""
-        check_positions(pos_encoding_mode)
-        self._causal = causal
-        self._late = paged_run.set_late(self, window_left, logits_soft_cap, sm_scale)
-        self._rope_scale, self._rope_theta = rope_scale, rope_theta
+        rope = (rope_scale, rope_theta)
+        self._set_late(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
 
     @later_lse
@@ -493,14 +472,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_positions(pos_encoding_mode)
-        self._causal = causal
-        self._late = paged_run.set_late(self, window_left, logits_soft_cap, sm_scale)
-        self._rope_scale, self._rope_theta = rope_scale, rope_theta
+        rope = (rope_scale, rope_theta)
+        self._set_late(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
-
-    def _end_forward(self) -> None:
-        """Has no effect."""
-
-    _end_forward.__name__ = "end_forward"
-    end_forward = Until("0.7.2", _end_forward)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,9 @@ from fakes.flashinfer import masks, paged_run, rules, spans
 from fakes.flashinfer.arrays import upload, words
 from fakes.flashinfer.kernels import Launch, execute
 from fakes.flashinfer.plans import Plan, check_compiled, make_prefill, read_host
+from fakes.flashinfer.prefill_wrapper import PrefillWrapper
 from fakes.flashinfer.staging import read_back
 from fakes.flashinfer.wrapper import (
-    Until,
-    Wrapper,
     check_backend,
     check_buffer,
     check_dtypes,
@@ -25,16 +23,14 @@ from fakes.flashinfer.wrapper import (
     check_positions,
     dtype_of,
     later_lse,
-    plan_in,
     poisoned,
     refuse_uncomputed,
-    report_overwritten,
     resolve_backend,
 )
 from fakes.modes import illegal_access
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     """Several query rows per request over K and V without pages.
 
     q `[qo_indptr[-1], num_qo_heads, head_dim_qk]`, k `[kv_indptr[-1], num_kv_heads, head_dim_qk]`, v with
@@ -249,17 +245,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             self._qo_indptr_buf = upload(qo_indptr, non_blocking, self.device)
             self._kv_indptr_buf = upload(kv_indptr, non_blocking, self.device)
             if mask is not None:
-                with cuda.paused():
-                    self._custom_mask_buf = cuda.adopt(mask[0].clone())
-                    self._mask_indptr_buf = cuda.adopt(mask[1])
+                self._adopt_mask(mask)
             return
-        if self._max_total_num_rows is None:
-            self._max_total_num_rows = total_rows
-        elif total_rows > self._max_total_num_rows:
-            raise ValueError(
-                f"The total number of rows in qo_indptr {total_rows} in cuda graph mode cannot exceed "
-                f"the number of rows set during initialization {self._max_total_num_rows}."
-            )
+        self._bound_rows(total_rows)
         if batch_size != self._fixed_batch_size:
             raise ValueError(
                 f"The batch size should be fixed in cudagraph mode, the runtime batch size {batch_size}  "
@@ -268,14 +256,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         self._qo_indptr_buf.copy_(qo_indptr, non_blocking=non_blocking)
         self._kv_indptr_buf.copy_(kv_indptr, non_blocking=non_blocking)
         if mask is not None:
-            for name in ("custom_mask_buf", "mask_indptr_buf"):
-                if not torch.is_tensor(getattr(self, f"_{name}")):
-                    raise ValueError(
-                        f"{name} must be initialized with a torch.Tensor in cuda graph mode if we use "
-                        "custom mask in attention computation."
-                    )
-            self._custom_mask_buf[: len(mask[0])].copy_(mask[0])
-            self._mask_indptr_buf.copy_(mask[1])
+            self._copy_mask(mask)
 
     begin_forward = plan
 
@@ -294,10 +275,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         rope_theta: float | None = None,
     ) -> torch.Tensor:
         """The older `run`. What it sets replaces the plan's values, too late for what is compiled in."""
-        check_positions(pos_encoding_mode)
-        self._causal = causal
-        self._late = paged_run.set_late(self, window_left, logits_soft_cap, sm_scale)
-        self._rope_scale, self._rope_theta = rope_scale, rope_theta
+        rope = (rope_scale, rope_theta)
+        self._set_late(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope)
         return self.run(q, k, v)
 
     @later_lse
@@ -414,17 +393,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_positions(pos_encoding_mode)
-        self._causal = causal
-        self._late = paged_run.set_late(self, window_left, logits_soft_cap, sm_scale)
-        self._rope_scale, self._rope_theta = rope_scale, rope_theta
+        rope = (rope_scale, rope_theta)
+        self._set_late(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope)
         return self.run(q, k, v, return_lse=True)
-
-    def _end_forward(self) -> None:
-        """Has no effect."""
-
-    _end_forward.__name__ = "end_forward"
-    end_forward = Until("0.7.2", _end_forward)
 
 
 @cuda.kernel
@@ -442,19 +413,11 @@ def _ragged_kernel(
     mask: torch.Tensor | None,
     mask_indptr: torch.Tensor | None,
 ) -> None:
-    plan = plan_in(int_workspace, launch.plan)
-    out = cuda.host(out)
-    lse = None if lse is None else cuda.host(lse)
-    if plan is None:
-        report_overwritten()
-        out.fill_(float("nan"))
-        if lse is not None:
-            lse.fill_(float("nan"))
+    out, lse = cuda.host(out), None if lse is None else cuda.host(lse)
+    found = paged_run.with_plan(launch, int_workspace, out, lse)
+    if found is None:
         return
-    if plan is not launch.plan:
-        launch = replace(launch, plan=plan)
-    if launch.call is not None:
-        launch.call.plan = plan.call
+    launch, plan = found, found.plan
     k, v = cuda.host(k), cuda.host(v)
     if not tokens_first:
         k, v = k.transpose(0, 1), v.transpose(0, 1)
