@@ -3,17 +3,31 @@
 To add one: decorate a function with `mutant(...)` in the file of its kind.
 """
 
-from conformance.mutants import engines, graphs, kernels, lifecycles, numerics, sessions, streams
+from conformance.mutants import (
+    capacity,
+    engines,
+    graphs,
+    kernel_states,
+    kernels,
+    lifecycles,
+    numerics,
+    page_tables,
+    sessions,
+    streams,
+)
 from conformance.mutants.mutant import MUTANTS, Mutant
 
 __all__ = [
     "MUTANTS",
     "Mutant",
+    "capacity",
     "engines",
     "graphs",
+    "kernel_states",
     "kernels",
     "lifecycles",
     "numerics",
+    "page_tables",
     "sessions",
     "streams",
 ]

@@ -1,50 +1,18 @@
-"""Faults of an engine's metadata builder over FlashInfer and FlashAttention: index arrays, page tables, lengths."""
+"""Faults of an engine's metadata builder over FlashInfer and FlashAttention: index arrays, lengths, windows."""
 
 # A planted class extends one that is known at run time only, so its members have no types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from conformance.mutants.mutant import mutant
-
-
-def _changed(cls: type[Any], name: str, change: Any) -> type[Any]:
-    """A subclass whose `prepare_metadata` is followed by `change(self, batch, metadata)`."""
-
-    class Changed(cls):
-        def prepare_metadata(self, batch: Any) -> None:
-            super().prepare_metadata(batch)
-            changed = change(self, batch, batch.attn_metadata)
-            if changed is not None:
-                batch.attn_metadata = changed
-
-    Changed.__name__ = name
-    return Changed
-
-
-def _fa(**fields: Any) -> Any:
-    """Replace fields of `FAMetadata`; each value is a function of (backend, batch, metadata)."""
-    from dataclasses import replace
-
-    def change(self: Any, batch: Any, metadata: Any) -> Any:
-        return replace(metadata, **{k: make(self, batch, metadata) for k, make in fields.items()})
-
-    return change
-
-
-def _fi(**fields: Any) -> Any:
-    """Set fields of `FIMetadata`."""
-
-    def change(self: Any, batch: Any, metadata: Any) -> None:
-        for key, make in fields.items():
-            setattr(metadata, key, make(self, batch, metadata))
-
-    return change
+from conformance.mutants.planting import fa_fields, fi_fields, prepares
 
 
 def _pinned(values: list[int]) -> torch.Tensor:
@@ -65,7 +33,7 @@ def _(cls: type[Any]) -> type[Any]:
             return metadata.last_page_len_cpu  # always 1; the fault needs a remainder
         return _pinned([r.device_len % self.page_size for r in batch.padded_reqs])
 
-    return _changed(cls, "LastLenModulo", _fi(last_page_len_cpu=last))
+    return prepares(cls, "LastLenModulo", fi_fields(last_page_len_cpu=last))
 
 
 @mutant(
@@ -81,7 +49,7 @@ def _(cls: type[Any]) -> type[Any]:
         counts = [-(-r.device_len // self.page_size) for r in batch.padded_reqs]
         return _pinned([(count - 1) % self.page_size + 1 for count in counts])
 
-    return _changed(cls, "LastLenFromPages", _fi(last_page_len_cpu=last))
+    return prepares(cls, "LastLenFromPages", fi_fields(last_page_len_cpu=last))
 
 
 @mutant(
@@ -97,7 +65,7 @@ def _(cls: type[Any]) -> type[Any]:
     def last(self: Any, batch: Any, metadata: Any) -> torch.Tensor:
         return metadata.last_page_len_cpu.long()
 
-    return _changed(cls, "LastLenInt64", _fi(last_page_len_cpu=last))
+    return prepares(cls, "LastLenInt64", fi_fields(last_page_len_cpu=last))
 
 
 @mutant(
@@ -115,7 +83,7 @@ def _(cls: type[Any]) -> type[Any]:
             return metadata.cu_seqlens_q_cpu
         return _pinned(list(accumulate(r.extend_len for r in batch.padded_reqs)))
 
-    return _changed(cls, "NoLeadingZero", _fi(cu_seqlens_q_cpu=cu_q))
+    return prepares(cls, "NoLeadingZero", fi_fields(cu_seqlens_q_cpu=cu_q))
 
 
 @mutant(
@@ -129,7 +97,7 @@ def _(cls: type[Any]) -> type[Any]:
     def indices(self: Any, batch: Any, metadata: Any) -> torch.Tensor:
         return metadata.indices.long()
 
-    return _changed(cls, "IndicesInt64", _fi(indices=indices))
+    return prepares(cls, "IndicesInt64", fi_fields(indices=indices))
 
 
 @mutant(
@@ -145,7 +113,7 @@ def _(cls: type[Any]) -> type[Any]:
             return metadata.cu_seqlens_q_cpu
         return _pinned([0, *accumulate(r.device_len for r in batch.padded_reqs)])
 
-    return _changed(cls, "FastPathAlways", _fi(cu_seqlens_q_cpu=cu_q))
+    return prepares(cls, "FastPathAlways", fi_fields(cu_seqlens_q_cpu=cu_q))
 
 
 @mutant(
@@ -162,102 +130,7 @@ def _(cls: type[Any]) -> type[Any]:
     def seq_lens(self: Any, batch: Any, metadata: Any) -> torch.Tensor:
         return metadata.seq_lens_cpu - 1
 
-    return _changed(cls, "SeqLensShort", _fi(seq_lens_cpu=seq_lens))
-
-
-@mutant(
-    "token_ids_as_page_ids",
-    base="fa",
-    check="metadata",
-    why="the page table holds token locations where page numbers are expected",
-    issue="sglang#32902",
-    tokens=3,
-)
-def _(cls: type[Any]) -> type[Any]:
-    def table(self: Any, batch: Any, metadata: Any) -> torch.Tensor:
-        return metadata.page_table * self.page_size
-
-    return _changed(cls, "TokenIds", _fa(page_table=table))
-
-
-@mutant(
-    "translate_page_id_as_token",
-    base="fa",
-    check="metadata",
-    why="page numbers are divided by the page size a second time",
-    issue="sglang#38187",
-    tokens=3,
-)
-def _(cls: type[Any]) -> type[Any]:
-    def table(self: Any, batch: Any, metadata: Any) -> torch.Tensor:
-        return metadata.page_table // self.page_size
-
-    return _changed(cls, "DividedTwice", _fa(page_table=table))
-
-
-@mutant(
-    "identity_page_table_only",
-    base="fa",
-    check="metadata",
-    why="page-table row i is taken for request i, whatever its table_idx",
-    issue="mutant bank",
-)
-def _(cls: type[Any]) -> type[Any]:
-    def table(self: Any, batch: Any, metadata: Any) -> torch.Tensor:
-        rows = self.page_table[: len(batch.padded_reqs), : metadata.max_seqlen_k : self.page_size]
-        return rows // self.page_size
-
-    return _changed(cls, "RowsInOrder", _fa(page_table=table))
-
-
-@mutant(
-    "row_of_another_request",
-    base="fi-paged",
-    check="metadata",
-    why="the last request's pages are taken from the row of the first",
-    issue="seed 000",
-    requests=2,
-)
-def _(cls: type[Any]) -> type[Any]:
-    class AnotherRow(cls):
-        def _page_ids(self, reqs: Any) -> torch.Tensor:
-            from dataclasses import replace
-
-            last = replace(reqs[-1], table_idx=reqs[0].table_idx)
-            return super()._page_ids([*reqs[:-1], last])
-
-    return AnotherRow
-
-
-@mutant(
-    "page_table_column_short",
-    base="fa",
-    check="metadata",
-    why="the page table has floor(max_seqlen_k / page_size) columns",
-    issue="mini-sglang#68",
-    requests=2,
-    tokens=4,
-)
-def _(cls: type[Any]) -> type[Any]:
-    def table(self: Any, batch: Any, metadata: Any) -> torch.Tensor:
-        columns = max(metadata.max_seqlen_k // self.page_size, 1)
-        return metadata.page_table[:, :columns].contiguous()
-
-    return _changed(cls, "ColumnShort", _fa(page_table=table))
-
-
-@mutant(
-    "prefix_not_counted",
-    base="fa",
-    check="metadata",
-    why="cache_seqlens counts the new tokens only, not the cached prefix",
-    issue="seed 000",
-)
-def _(cls: type[Any]) -> type[Any]:
-    def lens(self: Any, batch: Any, metadata: Any) -> torch.Tensor:
-        return self._to_device([r.extend_len for r in batch.padded_reqs])
-
-    return _changed(cls, "PrefixLost", _fa(cache_seqlens=lens))
+    return prepares(cls, "SeqLensShort", fi_fields(seq_lens_cpu=seq_lens))
 
 
 @mutant(
@@ -271,30 +144,7 @@ def _(cls: type[Any]) -> type[Any]:
     def lens(self: Any, batch: Any, metadata: Any) -> torch.Tensor:
         return self._to_device([r.cached_len for r in batch.padded_reqs])
 
-    return _changed(cls, "NewTokensLost", _fa(cache_seqlens=lens))
-
-
-@mutant(
-    "shared_prefix_lost",
-    base="fi-paged",
-    check="metadata",
-    why="pages that two requests share are taken from the end of the lender instead of its beginning",
-    issue="mini-sglang#80",
-    requests=2,
-    tokens=5,
-)
-def _(cls: type[Any]) -> type[Any]:
-    class SharedPrefixLost(cls):
-        def _page_ids(self, reqs: Any) -> torch.Tensor:
-            ids = super()._page_ids(reqs)
-            counts = [-(-r.device_len // self.page_size) for r in reqs]
-            parts = list(ids.split(counts))
-            for i in range(1, len(parts)):
-                if parts[0][0].item() == parts[i][0].item():
-                    parts[i] = torch.cat([parts[0][-1:], parts[i][1:]])
-            return torch.cat(parts)
-
-    return SharedPrefixLost
+    return prepares(cls, "NewTokensLost", fa_fields(cache_seqlens=lens))
 
 
 @mutant(
@@ -308,7 +158,7 @@ def _(cls: type[Any]) -> type[Any]:
     def cu_q(self: Any, batch: Any, metadata: Any) -> torch.Tensor:
         return metadata.cu_seqlens_k if batch.is_decode else metadata.cu_seqlens_q
 
-    return _changed(cls, "DecodeCountsKeys", _fa(cu_seqlens_q=cu_q))
+    return prepares(cls, "DecodeCountsKeys", fa_fields(cu_seqlens_q=cu_q))
 
 
 @mutant(
@@ -320,35 +170,7 @@ def _(cls: type[Any]) -> type[Any]:
     tokens=3,
 )
 def _(cls: type[Any]) -> type[Any]:
-    return _changed(cls, "MaxSeqlenOne", _fa(max_seqlen_q=lambda *_: 1))
-
-
-@mutant(
-    "pool_of_another_layer",
-    base="fa",
-    check="metadata",
-    why="every layer reads the pool of layer 0",
-    issue="sglang#24617",
-    tokens=1,
-)
-def _(cls: type[Any]) -> type[Any]:
-    class FirstPool:
-        def __init__(self, pool: Any) -> None:
-            self._pool = pool
-            self.store_kv = pool.store_kv
-
-        def k_cache(self, layer_id: int) -> torch.Tensor:
-            return self._pool.k_cache(0)
-
-        def v_cache(self, layer_id: int) -> torch.Tensor:
-            return self._pool.v_cache(0)
-
-    class LayerZero(cls):
-        def __init__(self, engine: Any) -> None:
-            super().__init__(engine)
-            self.kv_pool = FirstPool(self.kv_pool)
-
-    return LayerZero
+    return prepares(cls, "MaxSeqlenOne", fa_fields(max_seqlen_q=lambda *_: 1))
 
 
 @mutant(
@@ -396,7 +218,6 @@ def _(cls: type[Any]) -> type[Any]:
 
 
 def _window(cls: type[Any], by: int) -> type[Any]:
-    from dataclasses import replace
 
     class WrongWindow(cls):
         def __init__(self, engine: Any) -> None:
