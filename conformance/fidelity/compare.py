@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from conformance.choices import UsageError
 from conformance.fidelity.call import LibraryCall, to_json
 from conformance.fidelity.record import Observations
-from conformance.fidelity.verdict import BY_LUCK, Seen, differ
+from conformance.fidelity.verdict import BY_LUCK, ROUNDING, Seen, differ
 from fakes.contract import rules as contract_rules
 
 UNDEFINED_SHARE = 0.1
@@ -44,6 +44,9 @@ def disagreement(call: LibraryCall, fake: Seen, other: Seen, *, real: bool) -> D
         and (other.kind != "refused" or other.error in (*BY_LUCK, fake.error))
     ):
         return None
+    about_right = fake.numbers is not None and {fake.kind, other.kind} == {"right", "wrong"}
+    if about_right and not differ(fake.numbers, other.numbers, ROUNDING):
+        return None  # one result, whose error is about the limit of a verdict
     if fake.kind != other.kind:
         return Disagreement(call, fake, other, "verdict")
     if fake.error != other.error:

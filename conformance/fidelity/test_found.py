@@ -243,6 +243,13 @@ FOUND = [
         "0.6.6",
         "undefined",
     ),
+    # and those that a plan places behind it
+    (
+        '{"entry":"fi.prefill.fa2","kv_lens":[10,4],"layout":"HND","malformations":["strided:qo_indptr"],"num_qo_heads":4,'
+        '"page_size":3,"poisoned":true,"qo_lens":[8,2],"seed":4408}',
+        "0.6.6",
+        "undefined",
+    ),
     # less than no tiles of rows
     (
         '{"entry":"sgl.kvcache","kv_lens":[22,29,40],"malformations":["falls:cu_seqlens_q"],"num_qo_heads":7,'

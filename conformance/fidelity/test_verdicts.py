@@ -113,6 +113,15 @@ def test_what_agrees(fake: Seen, other: Seen, why: str | None) -> None:
     assert (found.why if found else None) == why
 
 
+def test_a_result_at_the_limit_of_a_verdict_agrees_with_itself_and_with_no_other() -> None:
+    at = numbers(OUT * 1.0199, LSE)
+    wrong = Seen("wrong", numbers=numbers(OUT * 1.0201, LSE))
+    assert disagreement(CALL, Seen("right", numbers=at), wrong, real=True) is None
+    found = disagreement(CALL, Seen("right", numbers=numbers(OUT, LSE)), wrong, real=True)
+    assert found is not None
+    assert found.why == "verdict"
+
+
 def test_between_fakes_undefined_agrees_with_itself_alone() -> None:
     assert disagreement(CALL, Seen("undefined"), Seen("wrong"), real=False)
     assert not disagreement(CALL, Seen("undefined"), Seen("undefined"), real=False)

@@ -27,6 +27,9 @@ OUT_LIMIT = 0.02
 """Largest root mean square error of one row and head, relative to the row: kernels in 16 bits err by 0.002, a single
 key among 50 that is missing or foreign by 0.1."""
 
+ROUNDING = 0.005
+"""How far two results of the same computation are from each other, in the same measure: twice the error of one."""
+
 LSE_LIMIT = 5e-3
 """Largest error of an LSE, in its own base and relative where it is above 1: fa2 errs by 1e-3."""
 
@@ -151,8 +154,8 @@ def _close(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a == b) | (near & np.isfinite(b)) | (np.isnan(a) & np.isnan(b))
 
 
-def differ(a: np.ndarray | None, b: np.ndarray | None) -> str:
-    """Where two results differ by more than two correct kernels would, in words; "" where they do not."""
+def differ(a: np.ndarray | None, b: np.ndarray | None, limit: float = OUT_LIMIT) -> str:
+    """Where two results differ by more than `limit` of a row, in words; "" where they do not."""
     if a is None or b is None:
         return "" if a is b else "one has numbers, the other none"
     if a.shape != b.shape:
@@ -171,7 +174,7 @@ def differ(a: np.ndarray | None, b: np.ndarray | None) -> str:
     )  # four projections of a row may all be small
     size = np.sqrt(np.mean(np.where(both.all(axis=-1), sizes, 0.0) ** 2, axis=-1))[:, None]
     gap = np.sqrt(np.mean((x - y) ** 2, axis=-1)) / np.maximum(size, 0.05)
-    if gap.size and gap.max() > OUT_LIMIT:
+    if gap.size and gap.max() > limit:
         row, head = np.unravel_index(int(gap.argmax()), gap.shape)
         return f"row {row}, head {head}: outputs differ by {gap[row, head]:.2g} of the row"
     far = ~_close(a[..., -1], b[..., -1])

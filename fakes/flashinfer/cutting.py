@@ -226,7 +226,9 @@ def placed(
         count = min(span.q_end - span.q_start, -(-tiles * schedule.tile_rows // group))
         if plan.scratch and count < end - start:
             reads_foreign("rows that the kernel does not find are merged from what the float workspace holds")
-        count = min(count, rows - start)
+        if count > max(rows - start, 0):
+            reads_foreign(f"row {rows} is written behind out, which has {rows} rows: where lse may lie")
+            count = rows - start
         if count <= 0:
             continue
         if span.q_start + count > rows:
