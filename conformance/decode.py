@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from cases.bits import from_array
 from cases.model import Case
 from cases.tensors import StepTensors
+from conformance.copies import UNKNOWN, Known, Source, keys_and_values, rows_in_order
+from conformance.engine import new_tokens
 from conformance.execution import LayerRun
+from fakes import cuda
 from fakes.recorder import Attended, Call, Span
 
 OUTSIDE = -1
@@ -18,44 +23,81 @@ OUTSIDE = -1
 
 @dataclass(frozen=True, slots=True)
 class ReadSpan:
-    """One request of one call: rows `first_row` .. of the layer's q, and the pool slot of each key of K and V."""
+    """One request of one call: int64 `rows` of the layer's q, and the pool slot of each key of K and V.
 
-    first_row: int
-    num_rows: int
+    `sure`: none of them was guessed from the content of a copy. A row that is in no copy is `UNKNOWN`.
+    """
+
+    rows: np.ndarray
     k_slots: np.ndarray
     v_slots: np.ndarray
     span: Span
     custom: np.ndarray | None
+    sure: bool = True
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
 
 
-def read_spans(
-    case: Case,
-    attended: Attended,
-    handed: LayerRun,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    out_loc: torch.Tensor | None = None,
-) -> list[ReadSpan]:
-    """Decode one call. `k_pool`, `v_pool`: the layer's pool, as it was handed over.
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """A layer of a step, as the engine had it: what was handed over, and the layer's pool."""
 
-    `out_loc`: the slots that an engine's new tokens are stored to; a row of ragged K and V then counts as its slot.
-    """
-    base_row = _first_row(attended.q, handed.q)
-    ragged = attended.layout == "ragged"
-    stored_to = None if out_loc is None else out_loc.numpy()
+    case: Case
+    tensors: StepTensors
+    layer: int
+    handed: LayerRun
+    k_pool: torch.Tensor
+    v_pool: torch.Tensor
+
+    @property
+    def ragged_slots(self) -> np.ndarray:
+        """int64: what a row of the handed k is called; an engine's new token by the slot that it is stored to."""
+        if self.case.level == "engine":
+            return self.tensors.slots[self.tensors.new]
+        return np.arange(len(self.tensors.tokens.uid))
+
+    def queries(self) -> list[Source]:
+        q = self.tensors.q[self.layer]
+        return [Source(q, np.arange(len(q)))]
+
+    def stored(self, which: int, *, ragged: bool) -> list[Source]:
+        """Keys (0) or values (1) that a copy may hold."""
+        t = self.tensors
+        everything = (t.k_all, t.v_all)[which][self.layer]
+        if self.case.level == "kernel":
+            return [Source(everything, self.ragged_slots if ragged else t.slots)]
+        handed = new_tokens(self.case, t)[1 + which][self.layer]
+        return [Source(everything, t.slots), Source(handed, self.ragged_slots)]
+
+
+def read_spans(attended: Attended, at: LayerTensors) -> list[ReadSpan]:
+    """Decode one call: by the addresses of what it was given, and by the content of what was copied."""
+    rows, sure_rows = _query_rows(attended, at)
     spans: list[ReadSpan] = []
     for index, span in enumerate(attended.spans):
-        if ragged:
-            k_slots = _ragged_rows(attended.k, handed.k, span.slots, stored_to)
-            v_slots = _ragged_rows(attended.v, handed.v, span.slots, stored_to)
-        else:
-            k_slots = _pool_slots(case, attended, attended.k, k_pool, span.slots)
-            v_slots = _pool_slots(case, attended, attended.v, v_pool, span.slots)
+        k_slots = _slots(attended, attended.k, at.handed.k, at.k_pool, span.slots, at)
+        v_slots = _slots(attended, attended.v, at.handed.v, at.v_pool, span.slots, at)
+        sure = bool(sure_rows[span.q_start : span.q_end].all())
+        if k_slots is None or v_slots is None:
+            likely = [
+                _likely(attended, which, found, span.slots, at)
+                for which, found in enumerate((k_slots, v_slots))
+            ]
+            k_slots, v_slots, sure_keys = keys_and_values(*likely)
+            sure &= sure_keys
         custom = None if attended.custom is None else attended.custom[index]
-        spans.append(
-            ReadSpan(base_row + span.q_start, span.q_end - span.q_start, k_slots, v_slots, span, custom)
-        )
+        spans.append(ReadSpan(rows[span.q_start : span.q_end], k_slots, v_slots, span, custom, sure))
     return spans
+
+
+def doubtful(spans: Sequence[ReadSpan], num_rows: int) -> bool:
+    """Whether what a layer read is guessed where it matters: rows of padding may stay unknown, a batch's may not."""
+    known = {int(row) for span in spans for row in span.rows}
+    if known.issuperset(range(num_rows)):
+        return any(not span.sure for span in spans if (span.rows != UNKNOWN).all())
+    return any(not span.sure for span in spans)
 
 
 def is_plain(
@@ -110,28 +152,57 @@ def visible_keys(attended: Attended, span: ReadSpan) -> np.ndarray:
     return seen
 
 
-def _first_row(q: torch.Tensor, handed: torch.Tensor) -> int:
-    """Row of the layer's q at which the q of a call begins; a copy is taken to begin at row 0."""
-    if handed.dim() != 3 or not handed.stride(0):
-        return 0
-    step = handed.stride(0) * handed.element_size()
-    offset = q.data_ptr() - handed.data_ptr()
-    return offset // step if 0 <= offset < step * handed.shape[0] else 0
-
-
-def _ragged_rows(
-    k: torch.Tensor, handed: torch.Tensor, rows: np.ndarray, stored_to: np.ndarray | None
-) -> np.ndarray:
-    """Rows of the layer's k that a call reads, or the slots that they are stored to."""
-    if handed.numel() and k.data_ptr() != handed.data_ptr():
+def _query_rows(attended: Attended, at: LayerTensors) -> tuple[np.ndarray, np.ndarray]:
+    """int64: which row of the layer's q each row of a call's q is; bool: whether that is sure."""
+    q, handed = attended.q, at.handed.q
+    if shares(q, handed) and handed.dim() == 3 and handed.stride(0):
         step = handed.stride(0) * handed.element_size()
-        offset = k.data_ptr() - handed.data_ptr()
-        inside = 0 <= offset < step * handed.shape[0]
-        rows = rows + offset // step if inside else np.full_like(rows, OUTSIDE)
-    if stored_to is None:
-        return rows
-    known = (rows >= 0) & (rows < len(stored_to))
-    return np.where(known, stored_to[np.where(known, rows, 0)], OUTSIDE)
+        address = q.data_ptr() - handed.data_ptr() + np.arange(len(q)) * q.stride(0) * q.element_size()
+        inside = (address >= 0) & (address < step * handed.shape[0])
+        return np.where(inside, address // step, UNKNOWN), np.ones(len(q), dtype=np.bool_)
+    return rows_in_order(Known(at.queries(), q.dtype).candidates(q))
+
+
+def shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in one piece of memory."""
+    return cuda.host(tensor).untyped_storage().data_ptr() == cuda.host(other).untyped_storage().data_ptr()
+
+
+def _slots(
+    attended: Attended,
+    given: torch.Tensor,
+    handed: torch.Tensor,
+    pool: torch.Tensor,
+    slots: np.ndarray,
+    at: LayerTensors,
+) -> np.ndarray | None:
+    """Slots of keys or values that stand where the engine has them; None for a copy."""
+    if attended.layout != "ragged":
+        return _pool_slots(at.case, attended, given, pool, slots) if shares(given, pool) else None
+    if not shares(given, handed):
+        return None if given.numel() else slots
+    if given.data_ptr() != handed.data_ptr():
+        step = handed.stride(0) * handed.element_size()
+        slots = slots + (given.data_ptr() - handed.data_ptr()) // step
+    names = at.ragged_slots
+    known = (slots >= 0) & (slots < len(names))
+    return np.where(known, names[np.where(known, slots, 0)], OUTSIDE) if len(names) else slots
+
+
+def _likely(
+    attended: Attended, which: int, found: np.ndarray | None, slots: np.ndarray, at: LayerTensors
+) -> list[list[int]]:
+    """Of each key the slots that it may have been copied from; of what is no copy the one that it has."""
+    if found is not None:
+        return [[int(slot)] for slot in found]
+    given, ragged = (attended.k, attended.v)[which], attended.layout == "ragged"
+    if not ragged:
+        nhd = given if attended.layout == "NHD" else given.transpose(1, 2)
+        page, offset = np.divmod(slots, attended.page_size)
+        rows = nhd[from_array(page), from_array(offset)]
+    else:
+        rows = given[from_array(slots)]
+    return Known(at.stored(which, ragged=ragged), given.dtype).candidates(rows)
 
 
 def _pool_slots(

@@ -100,6 +100,7 @@ class EngineRun:
         self.machine.alias(self.table).copy_(self.tensors.page_table(index))
         batch = self._batch(tensors)
         stacked = self._stacked(tensors)
+        self.recorder.lasting = lasting(self.pool, *stacked)
         given = [LayerRun(*layer) for layer in zip(*(x.unbind(0) for x in stacked), strict=True)]
         mark = Mark(execution.first_batch + index, -1)
         with execution.catching(index, -1):
@@ -200,6 +201,11 @@ def fused(adopt: Callable[[torch.Tensor], torch.Tensor], *parts: torch.Tensor) -
     fused = adopt(torch.cat([p.flatten(2) for p in parts], dim=2))
     pieces: list[torch.Tensor] = list(fused.split_with_sizes([p.shape[2] * p.shape[3] for p in parts], dim=2))
     return tuple(piece.view(*piece.shape[:2], *p.shape[2:]) for piece, p in zip(pieces, parts, strict=True))
+
+
+def lasting(pool: Pool, *tensors: torch.Tensor) -> frozenset[int]:
+    """Storages that the harness itself keeps while a step is judged."""
+    return frozenset(cuda.host(t).untyped_storage().data_ptr() for t in (pool.k, pool.v, *tensors))
 
 
 def receive(execution: Execution, handed: LayerRun) -> None:

@@ -16,7 +16,7 @@ from backends.contract import EngineContext, Req
 from backends.registry import BackendSpec
 from cases.model import Case
 from cases.tensors import CaseTensors
-from conformance.engine import EngineRun, bring_back, fetched_pool, receive
+from conformance.engine import EngineRun, bring_back, fetched_pool, lasting, receive
 from conformance.execution import Execution, Failure, LayerRun, Mark, StepRun
 from conformance.graphs import GraphRunner
 from conformance.graphs_memory import Buffers, Guards
@@ -213,6 +213,7 @@ class GraphRun(EngineRun):
         batch = self._batch(tensors)
         count = len(batch.reqs)
         q, k, v = self._stacked(tensors)
+        self.recorder.lasting = lasting(self.pool, runner.inputs.q, runner.inputs.k, runner.inputs.v)
         answers: list[Any] = []
         self._doing, self.recorder.at = "prepare_metadata", Mark(index, -1)
         with found.steps.catching(index, -1), self.machine.running(), resumed(self.recorder):

@@ -10,7 +10,7 @@ import torch
 from backends.contract import Attention, KernelCall
 from cases.bits import same_bits
 from cases.tensors import StepTensors
-from conformance.engine import EngineRun, bring_back, fetched_pool, fused, receive
+from conformance.engine import EngineRun, bring_back, fetched_pool, fused, lasting, receive
 from conformance.execution import Execution, LayerRun, Mark, StepRun
 from conformance.question import Answer
 from fakes.recorder import resumed
@@ -31,6 +31,7 @@ class KernelRun(EngineRun):
         calls = [
             self._call(execution, tensors, index, layer) for layer in range(self.question.case.num_layers)
         ]
+        self.recorder.lasting = lasting(self.pool, *(t for c in calls for t in (c.q, c.k, c.v)))
         kept = [(c.q.clone(), c.k.clone(), c.v.clone()) for c in calls] if execution.is_first else []
         for layer, call in enumerate(calls):
             answer: object = None

@@ -40,7 +40,7 @@ class Pool:
         case = tensors.case
         self._recorder = recorder
         self.stores: dict[Mark, int] = {}
-        """Where K and V were stored -> how many library calls had been made by then."""
+        """Where K and V were stored -> how many library calls had been made when that began."""
         self._tensors = tensors
         self.layout = case.layout
         self.scales = (case.k_scale, case.v_scale)
@@ -73,7 +73,7 @@ class Pool:
 
     def stored(self) -> None:
         """Say that this layer's K and V stand in the pool, written by whatever means."""
-        self.stores[self._recorder.at] = len(self._recorder.calls)
+        self.stores.setdefault(self._recorder.at, len(self._recorder.calls))
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor, layer_id: int) -> None:
         """Write k, v `[num_tokens, num_kv_heads, dim]` to the slots `out_loc`; fp8 pools divide by their scales."""

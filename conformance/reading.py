@@ -45,7 +45,7 @@ def _read(decoded: list[tuple[Attended, ReadSpan]]) -> dict[tuple[str, int], Cou
         for i in range(span.num_rows):
             for which, slots in (("k", span.k_slots), ("v", span.v_slots)):
                 keys: list[int] = slots[seen[i]].tolist()
-                read.setdefault((which, span.first_row + i), Counter()).update(keys)
+                read.setdefault((which, int(span.rows[i])), Counter()).update(keys)
     return read
 
 

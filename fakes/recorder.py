@@ -7,7 +7,7 @@ mode, and record nothing.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -65,11 +65,12 @@ class Span:
 
 @dataclass(slots=True, frozen=True)
 class Attended:
-    """One attention computation, decoded. Tensors are host aliases of what was handed over.
+    """One attention computation, decoded. Tensors are host aliases of what was handed over, or copies (`kept`).
 
     `layout` is NHD, HND or "ragged". `window_left`, `window_right`: keys visible on either side of the row's own
     position (-1: all). `soft_cap` 0: none. `custom`: one bool `[qo_len, kv_len]` a span, or None. `scale` is the factor
-    on q . k beside `k_scale`, which dequantises k as `v_scale` does v.
+    on q . k beside `k_scale`, which dequantises k as `v_scale` does v. `appended`: the call itself wrote new keys to k
+    and v before it read them.
     """
 
     q: torch.Tensor
@@ -86,6 +87,19 @@ class Attended:
     custom: tuple[np.ndarray, ...] | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
+    appended: bool = False
+
+    def kept(self) -> Attended:
+        """What goes on record: tensors that the open recorder does not know are copied, for they may be overwritten."""
+        own = frozenset[int]() if current() is None else _open[-1].lasting
+        if not own or _open[-1].muted:
+            return self
+        strangers = {
+            name: tensor.detach().clone()
+            for name, tensor in (("q", self.q), ("k", self.k), ("v", self.v))
+            if tensor.untyped_storage().data_ptr() not in own
+        }
+        return replace(self, **strangers) if strangers else self
 
 
 @dataclass(slots=True)
@@ -141,6 +155,8 @@ class Recorder:
     calls: list[Call] = field(default_factory=list[Call])
     findings: list[Finding] = field(default_factory=list[Finding])
     waits: list[Wait] = field(default_factory=list[Wait])
+    lasting: frozenset[int] = frozenset()
+    """Addresses of storages that stay as they are while the record is read; none: all of them."""
     foreign: list[str] = field(default_factory=list[str])
     """Reads of memory that no argument describes, in words: what lies there decides the result."""
     _exact: dict[int, tuple[torch.Tensor, np.ndarray]] = field(

@@ -14,7 +14,7 @@ from conformance import reading
 from conformance.checks import pool, values
 from conformance.checks.stepwise import found_in
 from conformance.compare import describe
-from conformance.decode import ReadSpan, read_spans
+from conformance.decode import LayerTensors, ReadSpan, doubtful, read_spans
 from conformance.execution import LayerRun
 from conformance.fields import wrong_fields
 from conformance.graphs_run import CapturedCall, GraphExecution, Replay
@@ -124,9 +124,12 @@ def _reads(trial: Trial, done: GraphExecution, at: Replay) -> list[Finding]:
     tensors, found = trial.question.step(at.step), list[Finding]()
     for layer, handed in enumerate(at.run.layers):
         calls = [c for c in at.calls if c.layer == layer]
-        decoded = [pair for c in calls for pair in _decoded(trial, done, c, handed, layer)]
-        real = [pair for pair in decoded if pair[1].first_row < len(tensors.step.requests)]
-        padding = [span for _, span in decoded if span.first_row >= len(tensors.step.requests)]
+        decoded = [pair for c in calls for pair in _decoded(trial, done, c, handed, at.step, layer)]
+        count = len(tensors.step.requests)
+        real = [pair for pair in decoded if pair[1].rows[0] < count]
+        padding = [span for _, span in decoded if span.rows[0] >= count]
+        if doubtful([span for _, span in real], count):
+            continue
         if calls and not _plainly(real, tensors.placed.slots):
             wrong = reading.compare(trial.case, tensors, real)
             if wrong is not None:
@@ -141,18 +144,18 @@ def _reads(trial: Trial, done: GraphExecution, at: Replay) -> list[Finding]:
 
 
 def _decoded(
-    trial: Trial, done: GraphExecution, call: CapturedCall, handed: LayerRun, layer: int
+    trial: Trial, done: GraphExecution, call: CapturedCall, handed: LayerRun, step: int, layer: int
 ) -> list[tuple[Attended, ReadSpan]]:
     k_pool, v_pool = done.pool.k_cache(layer), done.pool.v_cache(layer)
-    spans = read_spans(trial.case, call.attended, handed, k_pool, v_pool)
+    at = LayerTensors(trial.case, trial.question.step(step), layer, handed, k_pool, v_pool)
+    spans = read_spans(call.attended, at)
     return [(call.attended, span) for span in spans if span.num_rows]
 
 
 def _plainly(real: list[tuple[Attended, ReadSpan]], slots: tuple[np.ndarray, ...]) -> bool:
     """The usual case, quickly: one span a request, with its slots in order."""
     return len(real) == len(slots) and all(
-        span.first_row == row
-        and span.num_rows == 1
+        span.rows.tolist() == [row]
         and np.array_equal(span.k_slots, own)
         and np.array_equal(span.v_slots, own)
         for row, ((_, span), own) in enumerate(zip(real, slots, strict=True))
@@ -186,7 +189,7 @@ def _foreign(done: GraphExecution, at: Replay, layer: int, padding: list[ReadSpa
         owner = next((i for i, own in enumerate(step.placed.slots) if foreign[0] in own), None)
         whose = "nobody's" if owner is None else f"request {owner}'s"
         message = (
-            f"{at.how}: row {span.first_row}, which pads the batch, reads {len(span.k_slots)} keys, among them "
+            f"{at.how}: row {span.rows[0]}, which pads the batch, reads {len(span.k_slots)} keys, among them "
             f"slot {foreign[0]} ({whose}); a dummy has slot {dummy} alone: its row still holds an earlier batch"
         )
         return [Finding(check=NAME, step=at.step, layer=layer, message=message)]

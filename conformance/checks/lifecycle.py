@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 
 from conformance.checks.metadata import rule_findings
+from conformance.decode import shares
 from conformance.execution import Mark
 from conformance.outcome import Finding
 from conformance.trial import Trial
@@ -54,12 +55,15 @@ def _stores(trial: Trial, step: int, calls: list[Call]) -> list[Finding]:
     tensors = trial.question.step(step)
     new = tensors.slots[tensors.new]
     for call in calls:
-        if call.attended is None or call.attended.layout == "ragged":
+        attended = call.attended
+        if attended is None or attended.layout == "ragged" or attended.appended:
             continue
+        if not shares(attended.k, trial.pool.k):
+            continue  # a copy: where it was taken from is not known, what it holds decides
         stored = trial.pool.stores.get(Mark(*call.at))
         if stored is not None and stored <= call.index:
             continue
-        if any(np.isin(span.slots, new).any() for span in call.attended.spans):
+        if any(np.isin(span.slots, new).any() for span in attended.spans):
             message = f"{call.name} read this step's keys before K and V were stored"
             return [Finding(check=NAME, step=step, layer=call.at.layer, field="store_kv", message=message)]
     return []

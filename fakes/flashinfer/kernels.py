@@ -98,7 +98,7 @@ def execute(
             None if custom is None else tuple(custom),
             launch.k_scale,
             launch.v_scale,
-        )
+        ).kept()
     if behind:
         k, v = _with_stand_in(launch, k, v)
     group = q.shape[1] // _kv_heads(k, launch.layout)

@@ -295,7 +295,7 @@ def _kernel(
     if call is not None:
         call.attended = Attended(
             q_nope, ckv[:, :, None], ckv[:, :, None], "NHD", plan.page_size, spans, causal, -1, -1, 0.0, scale
-        )
+        ).kept()
     slots = np.concatenate([span.slots for span in spans]) if spans else np.empty(0, np.int64)
     at = torch.from_numpy(slots)
     values = ckv.reshape(-1, ckv.shape[-1]).index_select(0, at)[:, None]

@@ -187,7 +187,7 @@ def _kernel(
             None,
             1.0,
             v_scale,
-        )
+        ).kept()
     exact, _ = numbers.attend(
         query, k, v, spans, layout=layout, scale=scale, window_left=window_left, v_scale=v_scale
     )

@@ -172,7 +172,7 @@ def flash_mla_with_kvcache(
             -1,
             0.0,
             scale,
-        )
+        ).kept()
     nothing = np.empty(0, dtype=np.int64)
     readable = [Span(s.q_start, s.q_end, nothing) if i in reading.lost else s for i, s in enumerate(spans)]
     k_scale = 1.0 if descale_k is None else float(cuda.host(descale_k))

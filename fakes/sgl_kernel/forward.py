@@ -65,7 +65,8 @@ def forward(args: Forward, call: Call | None) -> Results:
             window_right=-1 if mask.causal else mask.right,
             soft_cap=args.soft_cap,
             scale=args.scale,
-        )
+            appended=args.k_new is not None,
+        ).kept()
     if args.k.numel() == 0 and rows:
         # The launch is skipped: zeros, and an LSE of the other sign than an empty request's beside others.
         exact, exact_lse = np.zeros((rows, shape.heads, shape.dim_v)), np.full((rows, shape.heads), np.inf)
