@@ -92,6 +92,28 @@ def read_spans(attended: Attended, at: LayerTensors) -> list[ReadSpan]:
     return spans
 
 
+def computed_anew(attended: Attended, at: LayerTensors) -> tuple[bool, bool, bool]:
+    """Whether a call's queries, keys and values are neither the engine's nor copied from them (zeros tell nothing)."""
+    ragged = attended.layout == "ragged"
+    sources = (at.queries(), at.stored(0, ragged=ragged), at.stored(1, ragged=ragged))
+    caches = (at.handed.k, at.handed.v) if ragged else (at.k_pool, at.v_pool)
+    given = (attended.q, attended.k, attended.v)
+    anew = [
+        not shares(tensor, own)
+        and not any(Known(source, tensor.dtype).candidates(_as_rows(attended, tensor)))
+        for tensor, own, source in zip(given, (at.handed.q, *caches), sources, strict=True)
+    ]
+    return anew[0], anew[1], anew[2]
+
+
+def _as_rows(attended: Attended, tensor: torch.Tensor) -> torch.Tensor:
+    """`[n, heads, dim]` of a q, k or v, slot by slot: those that are not all zeros."""
+    rows = tensor
+    if tensor.dim() == 4:
+        rows = (tensor if attended.layout == "NHD" else tensor.transpose(1, 2)).flatten(0, 1)
+    return rows[rows.ne(0).flatten(1).any(1)]
+
+
 def doubtful(spans: Sequence[ReadSpan], num_rows: int) -> bool:
     """Whether what a layer read is guessed where it matters: rows of padding may stay unknown, a batch's may not."""
     known = {int(row) for span in spans for row in span.rows}

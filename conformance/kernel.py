@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ class KernelRun(EngineRun):
         calls = [
             self._call(execution, tensors, index, layer) for layer in range(self.question.case.num_layers)
         ]
-        self.recorder.lasting = lasting(self.pool, *(t for c in calls for t in (c.q, c.k, c.v)))
+        given = [t for c in calls for t in (c.q, c.k, c.v, *chain.from_iterable(c.states))]
+        self.recorder.lasting = lasting(self.pool, *given)
         kept = [(c.q.clone(), c.k.clone(), c.v.clone()) for c in calls] if execution.is_first else []
         for layer, call in enumerate(calls):
             answer: object = None

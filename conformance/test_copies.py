@@ -88,6 +88,57 @@ class GathersAnother(Gathers):
             self.slots[-batch.padded_reqs[-1].device_len] = self.slots[0]
 
 
+class MergesRounded(FlashAttentionBackend):
+    """Keys in two parts, the prefix and the new tokens; their LSEs are copied, as `merge_state_v2` wants them."""
+
+    capabilities = replace(FlashAttentionBackend.capabilities, cuda_graph=False, window=False, lse=None)
+
+    def _attend(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any, *, return_softmax_lse: bool) -> Any:
+        from sgl_kernel.attention import merge_state_v2
+        from sgl_kernel.flash_attn import flash_attn_varlen_func
+
+        whole = batch.attn_metadata
+        self.kv_pool.store_kv(k, v, batch.out_loc, layer_id)
+        new = self._to_device([r.extend_len for r in batch.padded_reqs])
+        starts = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
+        cached = whole.cache_seqlens - new
+        caches = (self.kv_pool.k_cache(layer_id), self.kv_pool.v_cache(layer_id))
+        options = {
+            "softmax_scale": self.engine.scale,
+            "softcap": self.engine.soft_cap or 0.0,
+            "max_seqlen_q": whole.max_seqlen_q,
+            "cu_seqlens_q": whole.cu_seqlens_q,
+            "return_softmax_lse": True,
+        }
+        old, old_lse, *_ = self.flash_attn_with_kvcache(
+            q=q,
+            k_cache=caches[0],
+            v_cache=caches[1],
+            page_table=whole.page_table,
+            cache_seqlens=cached,
+            **options,
+        )
+        own, own_lse, *_ = flash_attn_varlen_func(
+            q, k, v, cu_seqlens_k=starts, max_seqlen_k=whole.max_seqlen_q, causal=True, **options
+        )
+        out, lse = merge_state_v2(old, old_lse.T.contiguous(), own, own_lse.T.contiguous())
+        return (out, lse.T) if return_softmax_lse else out
+
+
+class ScalesQueries(FlashAttentionBackend):
+    """The softmax scale is multiplied into q, in the case's own dtype (a rounding that no budget of an LSE has)."""
+
+    capabilities = replace(FlashAttentionBackend.capabilities, cuda_graph=False, lse=None)
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.factor = engine.scale
+        self.engine = replace(engine, scale=1.0)
+
+    def _attend(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any, *, return_softmax_lse: bool) -> Any:
+        return super()._attend(q * self.factor, k, v, layer_id, batch, return_softmax_lse=return_softmax_lse)
+
+
 class _Held:
     """A pool that is never written."""
 
@@ -113,7 +164,7 @@ def found_in(backend: type) -> list[Finding]:
         return [finding for case in cases for finding in examine(Question(case), asker).findings]
 
 
-@pytest.mark.parametrize("backend", [Sorted, Gathers])
+@pytest.mark.parametrize("backend", [Sorted, Gathers, MergesRounded, ScalesQueries])
 def test_a_right_backend_that_copies_passes(backend: type) -> None:
     assert not found_in(backend)
 

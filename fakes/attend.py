@@ -171,6 +171,7 @@ def rounded(
     dtype: torch.dtype,
     into: torch.Tensor | None = None,
     untouched: np.ndarray | None = None,
+    of: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """A result: `exact` rounded once to `dtype`, its unrounded values kept with the open recorder.
 
@@ -179,6 +180,7 @@ def rounded(
         dtype: of the result.
         into: host tensor to write instead of a new one; it must have the shape of `exact`.
         untouched: bool `[rows]`: rows that the library does not write; they keep what `into` holds.
+        of: what it was computed from. Of numbers that may have been rounded on the way, `exact` is not kept.
     """
     if into is None:
         result = torch.from_numpy(exact).to(dtype)
@@ -188,7 +190,7 @@ def rounded(
             exact[untouched] = into.detach().to(torch.float64).numpy()[untouched]
         into.copy_(torch.from_numpy(exact))
     record = recorder.current()
-    if record is not None and result.is_contiguous():
+    if record is not None and result.is_contiguous() and record.knows(*of):
         record.keep_exact(result, exact)
     return result
 

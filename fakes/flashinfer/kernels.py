@@ -67,7 +67,7 @@ def execute(
     custom: list[np.ndarray] | None = None,
 ) -> None:
     """Attend the spans and write `out` and `lse` (host aliases), as the planned kernel would."""
-    plan = launch.plan
+    plan, given = launch.plan, (q, k, v)
     staging.ran(plan.staged, out, lse)
     rows = out.shape[0]
     if custom is not None and launch.window_left >= 0:
@@ -179,9 +179,9 @@ def execute(
         exact[idle] = 0.0
         exact_lse[idle] = np.nan
         idle = None
-    numbers.rounded(exact, out.dtype, out, idle)
+    numbers.rounded(exact, out.dtype, out, idle, of=given)
     if lse is not None:
-        numbers.rounded(exact_lse, torch.float32, lse, idle)
+        numbers.rounded(exact_lse, torch.float32, lse, idle, of=given)
 
 
 def _kv_heads(k: torch.Tensor, layout: str) -> int:

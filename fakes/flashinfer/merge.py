@@ -158,8 +158,9 @@ def _pair_kernel(
     with np.errstate(divide="ignore"):
         lse = np.log2(total) + top
     untouched = None if mask is None else ~cuda.host(mask).numpy().astype(np.bool_)
-    numbers.rounded(merged, v.dtype, cuda.host(v), untouched)
-    numbers.rounded(lse, torch.float32, cuda.host(s), untouched)
+    given = (v_a, s_a, v_b, s_b)
+    numbers.rounded(merged, v.dtype, cuda.host(v), untouched, of=given)
+    numbers.rounded(lse, torch.float32, cuda.host(s), untouched, of=given)
 
 
 def _thread_rows(v: torch.Tensor) -> int:
@@ -195,5 +196,5 @@ def _list_kernel(v: torch.Tensor, s: torch.Tensor, merged: torch.Tensor, lse: to
         weight = np.where(weight == 0.0, 1.0, weight)
         result = (weights[..., None] * states).sum(axis=1) / weight[..., None]
         total = np.log2(weight) + top
-    numbers.rounded(result, merged.dtype, cuda.host(merged))
-    numbers.rounded(total, torch.float32, cuda.host(lse))
+    numbers.rounded(result, merged.dtype, cuda.host(merged), of=(v, s))
+    numbers.rounded(total, torch.float32, cuda.host(lse), of=(v, s))

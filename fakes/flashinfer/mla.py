@@ -312,9 +312,9 @@ def _kernel(
     if not releases.at_least("flashinfer", "0.7.2"):
         exact_lse[np.isneginf(exact_lse)] = SENTINEL * (LN2 if natural else 1.0)
     idle = numbers.uncovered(spans, rows)
-    numbers.rounded(exact, out.dtype, out, idle)
+    numbers.rounded(exact, out.dtype, out, idle, of=(q_nope, q_pe, ckv, kpe))
     if lse is not None:
-        numbers.rounded(exact_lse, torch.float32, cuda.host(lse), idle)
+        numbers.rounded(exact_lse, torch.float32, cuda.host(lse), idle, of=(q_nope, q_pe, ckv, kpe))
 
 
 def _spans(plan: Plan, pages: np.ndarray, num_pages: int) -> list[Span]:

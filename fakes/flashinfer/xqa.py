@@ -208,4 +208,4 @@ def _kernel(
             shared = np.array([length > KEYS_PER_BLOCK for length in lens])
             exact[shared] = np.nan
     semaphores.zero_()
-    numbers.rounded(exact, out.dtype, out)
+    numbers.rounded(exact, out.dtype, out, of=(query, k, v))

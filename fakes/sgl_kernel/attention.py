@@ -46,8 +46,9 @@ def merge_state_v2(
     exact, exact_lse = _merged(
         _values(v_a, dtype, "v_a"), _exact(s_a), _values(v_b, dtype, "v_b"), _exact(s_b)
     )
-    v = attend.rounded(exact, dtype, None if v_merged is None else cuda.host(v_merged))
-    s = attend.rounded(exact_lse, torch.float32, None if s_merged is None else cuda.host(s_merged))
+    of = (v_a, s_a, v_b, s_b)
+    v = attend.rounded(exact, dtype, None if v_merged is None else cuda.host(v_merged), of=of)
+    s = attend.rounded(exact_lse, torch.float32, None if s_merged is None else cuda.host(s_merged), of=of)
     return v, s
 
 

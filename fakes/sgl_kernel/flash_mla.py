@@ -194,8 +194,8 @@ def flash_mla_with_kvcache(
         exact_lse[spans[index].q_start : spans[index].q_end] = np.nan
     exact = np.ascontiguousarray(exact.reshape(batch, seqlen_q, heads, head_dim_v))
     by_head = np.ascontiguousarray(exact_lse.reshape(batch, seqlen_q, heads).transpose(0, 2, 1))
-    out = attend.rounded(exact, _ROUNDS_TO.get(q.dtype, q.dtype))
-    return out, attend.rounded(by_head, torch.float32)
+    out = attend.rounded(exact, _ROUNDS_TO.get(q.dtype, q.dtype), of=(q, k_cache))
+    return out, attend.rounded(by_head, torch.float32, of=(q, k_cache))
 
 
 def _enter(

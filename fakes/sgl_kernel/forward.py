@@ -78,11 +78,12 @@ def forward(args: Forward, call: Call | None) -> Results:
     else:
         exact_lse = exact_lse.T
     out_dtype = _ROUNDS_TO.get(args.q.dtype, args.q.dtype)
+    given = (args.q, args.k, args.v, *(t for t in (args.k_new, args.v_new) if t is not None))
     if args.out is None:
-        out = attend.rounded(np.ascontiguousarray(exact), out_dtype)
+        out = attend.rounded(np.ascontiguousarray(exact), out_dtype, of=given)
     else:
-        out = attend.rounded(exact, out_dtype, cuda.host(args.out), attend.uncovered(spans, rows))
-    lse = attend.rounded(np.ascontiguousarray(exact_lse), torch.float32)
+        out = attend.rounded(exact, out_dtype, cuda.host(args.out), attend.uncovered(spans, rows), of=given)
+    lse = attend.rounded(np.ascontiguousarray(exact_lse), torch.float32, of=given)
     if args.num_splits <= 1:
         return out, lse, None, None
     # Scratch of the split kernel, handed out by the operator.
