@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -94,10 +95,11 @@ class MergesRounded(FlashAttentionBackend):
     capabilities = replace(FlashAttentionBackend.capabilities, cuda_graph=False, window=False, lse=None)
 
     def _attend(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any, *, return_softmax_lse: bool) -> Any:
-        from sgl_kernel.attention import merge_state_v2
-        from sgl_kernel.flash_attn import flash_attn_varlen_func
+        merge_state_v2: Any = import_module("sgl_kernel.attention").merge_state_v2
+        flash_attn_varlen_func: Any = import_module("sgl_kernel.flash_attn").flash_attn_varlen_func
+        flash_attn_with_kvcache: Any = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
 
-        whole = batch.attn_metadata
+        whole: Any = batch.attn_metadata
         self.kv_pool.store_kv(k, v, batch.out_loc, layer_id)
         new = self._to_device([r.extend_len for r in batch.padded_reqs])
         starts = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
@@ -110,7 +112,7 @@ class MergesRounded(FlashAttentionBackend):
             "cu_seqlens_q": whole.cu_seqlens_q,
             "return_softmax_lse": True,
         }
-        old, old_lse, *_ = self.flash_attn_with_kvcache(
+        old, old_lse, *_ = flash_attn_with_kvcache(
             q=q,
             k_cache=caches[0],
             v_cache=caches[1],

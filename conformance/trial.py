@@ -103,6 +103,15 @@ class Trial:
         return differing_layers(self.first, self.second)
 
     @cached_property
+    def by_forward(self) -> list[tuple[int, int, int]]:
+        """What changed because the second called `forward`, and not for what its pool held."""
+        if not self.changed or self.spec.capabilities.lse is None:
+            return []
+        again = differing_layers(self.first, self._run.execute(nan=False))
+        by_poison = {(step, layer) for step, layer, _ in again}
+        return [at for at in self.changed if at[:2] not in by_poison]
+
+    @cached_property
     def third(self) -> Execution:
         """A further execution over a pool poisoned as for the first."""
         return self._run.execute(nan=self.asker.poisons_with_nan)

@@ -28,7 +28,7 @@ def check(trial: Trial) -> list[Finding]:
             message="the result changes with the content of slots that no request owns",
         )
         for step, layer, row in trial.changed
-        if (step, layer, row) not in back
+        if (step, layer, row) not in back and (step, layer, row) not in trial.by_forward
     ]
 
 

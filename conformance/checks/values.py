@@ -1,10 +1,14 @@
 """values: the output equals the oracle within the error budget, for every request, row and head.
 
+Where there is an LSE, `forward_return_lse` is judged, and `forward` wherever it gives other bits.
+
 A result whose unrounded float64 values are on record is held to float64; any other to the budget that the low-precision
 twin sets. An exception that leaves the backend is judged here too: there is no output.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,6 +23,20 @@ NAME = "values"
 
 
 def check(trial: Trial) -> list[Finding]:
+    return of_first(trial) or of_forward(trial)
+
+
+def of_forward(trial: Trial) -> list[Finding]:
+    """What is wrong with `forward` where it gives other bits than `forward_return_lse`."""
+    return [
+        replace(finding, message=f"forward, unlike forward_return_lse: {finding.message}")
+        for step, layer, _ in trial.by_forward
+        for finding in layer_findings(trial, trial.second.steps[step].layers[layer], step, layer)
+    ]
+
+
+def of_first(trial: Trial) -> list[Finding]:
+    """What is wrong with the first execution."""
     execution = trial.first
     found = failure_finding(execution, NAME)
     for step, run in enumerate(execution.steps):

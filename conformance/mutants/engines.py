@@ -225,3 +225,23 @@ def _window(cls: type[Any], by: int) -> type[Any]:
             super().__init__(replace(engine, windows=windows))
 
     return WrongWindow
+
+
+@mutant(
+    "forward_drops_soft_cap",
+    base="fa",
+    check="values",
+    why="forward does not hand over the soft cap, forward_return_lse does",
+    issue="sglang#33915",
+    tokens=6,  # judged as rounded
+)
+def _(cls: type[Any]) -> type[Any]:
+    class Uncapped(cls):
+        def forward(self, *given: Any) -> Any:
+            kept, self.engine = self.engine, replace(self.engine, soft_cap=None)
+            try:
+                return super().forward(*given)
+            finally:
+                self.engine = kept
+
+    return Uncapped
