@@ -79,7 +79,7 @@ def check_starts(plan: Plan, spans: Sequence[Span], group: int, window: int, *, 
     Raises:
         WouldHang: one begins further behind.
     """
-    if plan.kernel != "fa2" or window < 0 or causal or plan.scratch:
+    if plan.kernel != "fa2" or window < 0 or causal or plan.scratch or not plan.is_cut:
         return
     schedule = plan.schedule()
     for i, (tiles, span) in enumerate(zip(schedule.tiles, spans, strict=False)):
@@ -170,7 +170,7 @@ def drop_uncut(
     `group`: query heads of a KV head. Returns whether there were such.
     """
     num_qo_heads = out.shape[1]
-    if not plan.batch_size:  # of a call that is not planned
+    if not plan.is_cut:
         return False
     if plan.kernel == "fa3":
         if num_qo_heads < plan.num_qo_heads and any(span.q_end > span.q_start for span in spans):

@@ -238,7 +238,7 @@ def _end_empty_rows(
         return
     lonely = np.isneginf(lse[:, 0])
     lse[np.isneginf(lse)] = SENTINEL
-    if launch.plan.kernel == "cuda_core" and launch.window_left >= 0:
+    if launch.plan.kernel == "cuda_core" and launch.window_left >= 0 and launch.plan.is_cut:
         schedule = launch.plan.schedule()
         for span, chunks in zip(spans, schedule.chunks, strict=False):
             length = min(len(span.slots), chunks * (schedule.chunk_tokens or len(span.slots)))

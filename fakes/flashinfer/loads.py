@@ -31,7 +31,7 @@ def ranges(plan: Plan, span: Span, *, group: int, causal: bool, window: int) -> 
         window: keys before a tile's first row at which it begins, -1: all.
     """
     count, length = span.q_end - span.q_start, len(span.slots)
-    if plan.kernel == "cuda_core" or not plan.batch_size:
+    if plan.kernel == "cuda_core" or not plan.is_cut:
         return [(0, length)] * (count * group)
     if plan.kernel == "fa3":
         rows, keys = FA3_ROWS.get(plan.head_dim, 128), FA3_KEYS.get(plan.head_dim, 96)

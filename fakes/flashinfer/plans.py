@@ -106,6 +106,11 @@ class Plan:
     def batch_size(self) -> int:
         return len(self.qo) - 1
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are tiles that a planner cut: kernels of single calls cut what they are given, all of it."""
+        return self.batch_size > 0
+
     def schedule(self) -> Schedule:
         if self._schedule is None:
             pages = [b - a for a, b in itertools.pairwise(self.kv)]
