@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from conformance import memory
 from conformance.checks import CHECKS
 from conformance.outcome import Finding, Outcome, Verdict, ordered
 from conformance.question import Question
@@ -19,7 +20,13 @@ def examine(question: Question, asker: AnyAsker, checks: Collection[str] | None 
         return Verdict(backend=asker.spec.name, digest=question.digest, outcomes={}, unsupported=why)
     if isinstance(asker, RemoteAsker):
         return forgiven(asker.examine(question.case, checks), question.case, asker.spec)
-    trial = Trial(question, asker)
+    verdict = _judged(Trial(question, asker), checks)
+    memory.relieve()
+    return forgiven(verdict, question.case, asker.spec)
+
+
+def _judged(trial: Trial, checks: Collection[str] | None) -> Verdict:
+    """The trial goes when this returns, and the backend with it."""
     outcomes: dict[str, Outcome] = {}
     findings: list[Finding] = []
     for name, check in CHECKS.items():
@@ -30,10 +37,12 @@ def examine(question: Question, asker: AnyAsker, checks: Collection[str] | None 
             continue  # nothing to look at, or broken off before it could be seen
         outcomes[name] = _outcome(found)
         findings += found
-    verdict = Verdict(
-        backend=asker.spec.name, digest=question.digest, outcomes=outcomes, findings=tuple(ordered(findings))
+    return Verdict(
+        backend=trial.spec.name,
+        digest=trial.question.digest,
+        outcomes=outcomes,
+        findings=tuple(ordered(findings)),
     )
-    return forgiven(verdict, question.case, asker.spec)
 
 
 def _outcome(found: list[Finding]) -> Outcome:

@@ -53,15 +53,23 @@ class StepRun:
 
 @dataclass(slots=True)
 class Failure:
-    """An exception that left the backend: where, and its text."""
+    """An exception that left the backend: its class and its text, and in which step and layer.
 
-    error: BaseException
+    Not the exception itself: its traceback holds every frame that it left, and so the backend.
+    """
+
+    kind: str
+    text: str
     step: int
     layer: int
     refused: bool
 
+    @classmethod
+    def of(cls, error: BaseException, step: int, layer: int) -> Failure:
+        return cls(type(error).__name__, str(error), step, layer, isinstance(error, Refused))
+
     def __str__(self) -> str:
-        return f"{type(self.error).__name__}: {self.error}"
+        return f"{self.kind}: {self.text}"
 
 
 @dataclass(slots=True)
@@ -107,8 +115,21 @@ class _Catching:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
         if not isinstance(error, (Exception, SystemExit)):
             return False
-        self._execution.failure = Failure(error, self._step, self._layer, isinstance(error, Refused))
+        self._execution.failure = Failure.of(error, self._step, self._layer)
+        _forget_frames(error)
         return True
+
+
+def _forget_frames(error: BaseException) -> None:
+    """A frame that holds its own exception, and with it the backend, would live until cycles are collected."""
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += [one.__cause__, one.__context__]
 
 
 def differing_layers(a: Execution, b: Execution) -> list[tuple[int, int, int]]:

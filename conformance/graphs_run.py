@@ -19,31 +19,17 @@ from cases.tensors import CaseTensors
 from conformance.engine import EngineRun, bring_back, fetched_pool, lasting, receive
 from conformance.execution import Execution, Failure, LayerRun, Mark, StepRun
 from conformance.graphs import GraphRunner
+from conformance.graphs_marks import CapturedCall, Marks
 from conformance.graphs_memory import Buffers, Guards
 from conformance.machine import Machine
 from conformance.pool import Pool
 from conformance.question import Question
 from fakes import cuda
-from fakes.recorder import Attended, Call, Mode, resumed
+from fakes.recorder import Mode, resumed
 
 DUMMY_UID = -1
 _EAGER_EVERY = 4
 """By seed, one of so many decode steps runs eagerly between replays."""
-
-
-@dataclass(slots=True)
-class CapturedCall:
-    """A library call of a captured layer, as one replay carried it out.
-
-    `attended` is what it read this time, `plan` the plan that it followed. `again`: the call was made again, so that
-    its arguments are those of the replay.
-    """
-
-    call: Call
-    layer: int
-    attended: Attended
-    plan: Call | None
-    again: bool
 
 
 @dataclass(slots=True)
@@ -156,6 +142,7 @@ class GraphRun(EngineRun):
         if self.backend is None:
             found.broken, found.during = self._built.failure, "construction"
             return found
+        self.marks = Marks(self.recorder)
         self.runner = GraphRunner(
             self.backend,  # type: ignore[arg-type]  # the registry made sure of its hooks
             self.context,
@@ -163,7 +150,7 @@ class GraphRun(EngineRun):
             Req(table_idx=self.room.plan.num_rows - 1, cached_len=0, device_len=1, uid=DUMMY_UID),
             self.room.dummy_slot,
             fused=self.question.case.strided,
-            at=self._at,
+            at=self.marks,
         )
         self.guards = Guards(self.machine)
         self._capture(found)
@@ -171,24 +158,13 @@ class GraphRun(EngineRun):
         for index in range(len(self.question.case.steps)):
             if found.broken is not None:
                 break
-            self._step_at = index
+            self.marks.step = index
             if index in replayed:
                 self._replay(found, index)
             else:
                 self._step(steps, self.backend, index)
                 found.broken, found.during = steps.failure, "an eager step between replays"
         return found
-
-    def _at(self, what: str, size: int, layer: int) -> None:
-        """Captured calls are marked by their size; those before a capture by none."""
-        self._doing = what
-        if what == "replay":
-            self._calls_before = len(self.recorder.calls)
-            self._read_before = {c.index: c.attended for c in self._captured(size)}
-        if what in ("prepare_for_replay", "replay"):
-            self.recorder.at = Mark(self._step_at, layer)
-            return
-        self.recorder.at = Mark(_captured_batch(size) if what == "capture" else _BEFORE, layer)
 
     def _capture(self, found: GraphExecution) -> None:
         with found.steps.catching(-1, -1), self.machine.running(), resumed(self.recorder):
@@ -197,12 +173,8 @@ class GraphRun(EngineRun):
             self.runner.capture()
             self.buffers = Buffers(self.backend)
             for size in self.sizes:
-                self.buffers.captured(size, self.runner.batches[size], self._captured(size))
-        found.broken, found.during = found.steps.failure, self._doing
-
-    def _captured(self, size: int) -> list[Call]:
-        batch = _captured_batch(size)
-        return [c for c in self.recorder.calls if c.op == "attend" and c.at.batch == batch]
+                self.buffers.captured(size, self.runner.batches[size], self.marks.captured(size))
+        found.broken, found.during = found.steps.failure, self.marks.doing
 
     def _replay(self, found: GraphExecution, index: int) -> None:
         tensors, runner = self.room.steps[index], self.runner
@@ -215,14 +187,14 @@ class GraphRun(EngineRun):
         q, k, v = self._stacked(tensors)
         self.recorder.lasting = lasting(self.pool, runner.inputs.q, runner.inputs.k, runner.inputs.v)
         answers: list[Any] = []
-        self._doing, self.recorder.at = "prepare_metadata", Mark(index, -1)
+        self.marks.doing, self.recorder.at = "prepare_metadata", Mark(index, -1)
         with found.steps.catching(index, -1), self.machine.running(), resumed(self.recorder):
             runner.pad(batch)
             self.backend.prepare_metadata(batch)  # type: ignore[union-attr]
             answers = runner.replay(batch, q, k, v)
             self.machine.settle()
         if found.steps.failure is not None:
-            found.broken, found.during = found.steps.failure, self._doing
+            found.broken, found.during = found.steps.failure, self.marks.doing
             return
         size = len(batch.padded_reqs)
         replay = Replay(index, size, run)
@@ -237,39 +209,13 @@ class GraphRun(EngineRun):
                 replay.padding.append(self.machine.fetch(answer[count:]).detach().clone())
         bring_back(found.steps, self.machine, index)
         run.pool = fetched_pool(self.pool, self.machine)
-        replay.calls = self._carried_out(size)
-        replay.movable = [c.name for c in self._captured(size) if c.owner in self._eager_wrappers()]
+        layers = {self.pool.k_cache(i).data_ptr(): i for i in range(self.question.case.num_layers)}
+        replay.calls = self.marks.carried_out(size, layers)
+        eager = self.marks.eager_wrappers()
+        replay.movable = [c.name for c in self.marks.captured(size) if c.owner in eager]
         replay.moved = self.buffers.moved(size)
         replay.overrun = self.guards.broken()
         found.replays.append(replay)
-
-    def _carried_out(self, size: int) -> list[CapturedCall]:
-        """A fake whose launch alone is one device operation reads anew for the captured call; one that is such an
-        operation as a whole makes its call again."""
-        calls = self.recorder.calls
-        layers = {self.pool.k_cache(i).data_ptr(): i for i in range(self.question.case.num_layers)}
-        found: list[CapturedCall] = []
-        for c in (*self._captured(size), *calls[self._calls_before :]):
-            attended = c.attended
-            if c.op != "attend" or attended is None or attended is self._read_before.get(c.index):
-                continue
-            again = c.index >= self._calls_before
-            layer = layers.get(attended.k.data_ptr(), -1) if again else c.at.layer
-            plan = None if c.plan is None else calls[c.plan]
-            found.append(CapturedCall(c, layer, attended, plan, again))
-        return found
-
-    def _eager_wrappers(self) -> set[int]:
-        made = [c for c in self.recorder.calls if c.op == "create"]
-        return {c.owner for c in made if c.arguments.get("use_cuda_graph") is False}
-
-
-_BEFORE = -2
-
-
-def _captured_batch(size: int) -> int:
-    """What stands for the batch in the mark of a captured call."""
-    return -2 - size
 
 
 def _has_rows(answer: object, size: int) -> bool:

@@ -17,7 +17,8 @@ from conformance.compare import describe
 from conformance.decode import LayerTensors, ReadSpan, doubtful, read_spans
 from conformance.execution import LayerRun
 from conformance.fields import wrong_fields
-from conformance.graphs_run import CapturedCall, GraphExecution, Replay
+from conformance.graphs_marks import CapturedCall
+from conformance.graphs_run import GraphExecution, Replay
 from conformance.outcome import Finding, Outcome
 from conformance.trial import Trial
 from fakes.recorder import Attended

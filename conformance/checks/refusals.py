@@ -40,8 +40,8 @@ def check(trial: Trial) -> list[Finding] | None:
     if not failure.refused:
         message = f"{why} is not declared; it must raise Refused, and raised {failure}"
         return [Finding(check=NAME, outcome=Outcome.RAISED, message=message)]
-    if len(str(failure.error).split()) < 3:
-        message = f"{why} was refused without a reason: {str(failure.error)!r}"
+    if len(failure.text.split()) < 3:
+        message = f"{why} was refused without a reason: {failure.text!r}"
         return [Finding(check=NAME, message=message)]
     return []
 

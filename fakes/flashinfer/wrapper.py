@@ -124,22 +124,16 @@ class Wrapper:
     def _record(
         self, method: str, op: Any, arguments: dict[str, Any], plan: Plan | None = None
     ) -> Call | None:
-        record = recorder.current()
-        if record is None:
-            return None
-        name = f"{self._name}.{method}" if method else self._name
-        with cuda.paused():
-            return record.call(LIBRARY, name, op, self._owner, arguments, None if plan is None else plan.call)
+        return _record(f"{self._name}.{method}" if method else self._name, self._owner, op, arguments, plan)
 
     def _keep_plan(self, plan: Plan, call: Call | None) -> None:
         """Stage the plan: what `run` finds in the int workspace decides whether the plan is still there."""
         self._plan_info = plan
         self._stage(plan, call, self._pin_memory_int_workspace_buffer, self._int_workspace_buffer)
         if self._replans:
-            self._cached_module = PlanModule(plan, self._record_plan, self._stage)
-
-    def _record_plan(self, arguments: dict[str, Any]) -> Call | None:
-        return self._record("_cached_module.plan", "plan", arguments)
+            # the module knows no wrapper: both would live until cycles are collected, and the workspace with them
+            record = functools.partial(_record, f"{self._name}._cached_module.plan", self._owner, "plan")
+            self._cached_module = PlanModule(plan, record, self._stage)
 
     @staticmethod
     def _stage(plan: Plan, call: Call | None, pinned: torch.Tensor, workspace: torch.Tensor) -> None:
@@ -195,6 +189,16 @@ class Wrapper:
                 f"plan was told pages of {plan.page_size}, the cache has pages of {page_size}: the "
                 "cache's shape counts",
             )
+
+
+def _record(
+    name: str, owner: int, op: Any, arguments: dict[str, Any], plan: Plan | None = None
+) -> Call | None:
+    record = recorder.current()
+    if record is None:
+        return None
+    with cuda.paused():
+        return record.call(LIBRARY, name, op, owner, arguments, None if plan is None else plan.call)
 
 
 def plan_in(int_workspace: torch.Tensor, launched: Plan) -> Plan | None:
