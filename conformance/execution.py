@@ -11,6 +11,7 @@ import torch
 from backends.contract import Refused
 from cases.bits import same_bits
 from conformance.question import Answer
+from conformance.whereabouts import whereabouts
 from fakes.recorder import Call, Recorder
 
 
@@ -53,23 +54,26 @@ class StepRun:
 
 @dataclass(slots=True)
 class Failure:
-    """An exception that left the backend: its class and its text, and in which step and layer.
+    """An exception that left the backend: its class, its text in one line, and where (`conformance.whereabouts`).
 
     Not the exception itself: its traceback holds every frame that it left, and so the backend.
     """
 
     kind: str
     text: str
+    place: str
     step: int
     layer: int
     refused: bool
 
     @classmethod
     def of(cls, error: BaseException, step: int, layer: int) -> Failure:
-        return cls(type(error).__name__, str(error), step, layer, isinstance(error, Refused))
+        text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        return cls(type(error).__name__, text, whereabouts(error), step, layer, isinstance(error, Refused))
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.text}"
+        said = f"{self.kind}: {self.text}"
+        return f"{said.rstrip()} ({self.place})" if self.place else said
 
 
 @dataclass(slots=True)
