@@ -175,7 +175,9 @@ def _load(name: str, target: str) -> BackendSpec:
         raise BackendError(f"backend {name!r} is not of the form pkg.mod:Class")
     try:
         found: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a script without a main guard may exit
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script without a main guard may exit, a test module may skip
         reason = (str(error).splitlines() or [""])[0]
         raise BackendError(
             f"backend {name!r}: module {module_name} does not import: {type(error).__name__}: {reason}"

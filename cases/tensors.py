@@ -172,7 +172,8 @@ def _word(dtype: str, value: float) -> np.generic:
 
 def tokens_of(rows: torch.Tensor, which: np.ndarray) -> torch.Tensor:
     """A copy of some tokens, `rows[:, which]`."""
-    return from_array(host_bits(rows)[:, which]).view(rows.dtype)
+    chosen = host_bits(rows).take(which, axis=1)  # an index would transpose the memory
+    return from_array(chosen).view(rows.dtype)
 
 
 def materialise(case: Case) -> CaseTensors:

@@ -17,7 +17,7 @@ from backends.registry import BackendSpec
 from cases.bits import from_array, same_bits
 from cases.model import Case, Request
 from cases.tensors import CaseTensors, StepTensors
-from conformance.execution import Execution, LayerRun, Mark, StepRun
+from conformance.execution import Execution, Failure, LayerRun, Mark, StepRun
 from conformance.machine import Machine
 from conformance.pool import Pool
 from conformance.question import Question
@@ -70,6 +70,9 @@ class EngineRun:
         self._built = Execution(nan=True, recorder=self.recorder, first_batch=0)
         with self._built.catching(-1, -1):
             self.backend = self.build(context)
+        if self.backend is None and self._built.failure is None:
+            text = "the class made None, not a backend"
+            self._built.failure = Failure("TypeError", text, "", step=-1, layer=-1, refused=False)
 
     def execute(self, *, nan: bool, with_lse: bool = True) -> Execution:
         """Run all steps of the case. A fault of the backend ends the execution and is kept in it.
@@ -210,12 +213,12 @@ def lasting(pool: Pool, *tensors: torch.Tensor) -> frozenset[int]:
 
 def receive(execution: Execution, handed: LayerRun) -> None:
     """Copy what came back before the next layer can overwrite it; of the first execution with its unrounded values."""
-    recorder = execution.recorder if execution.is_first else None
+    recorder = execution.recorder
     if _has_values(handed.out):
-        handed.exact = recorder.exact_of(handed.out) if recorder else None
+        handed.exact = recorder.exact_of(handed.out) if execution.is_first else None
         handed.values = cuda.host(handed.out).detach().clone()
     if _has_values(handed.lse):
-        handed.exact_lse = recorder.exact_of(handed.lse) if recorder else None
+        handed.exact_lse = recorder.exact_of(handed.lse)
         handed.lse_values = cuda.host(handed.lse).detach().clone()
 
 

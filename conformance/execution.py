@@ -68,7 +68,11 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, step: int, layer: int) -> Failure:
-        text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        try:
+            said = str(error)
+        except Exception:  # noqa: BLE001 - whatever a foreign class does when it is asked
+            said = "(it cannot be put in words)"
+        text = " ".join(line.strip() for line in said.splitlines() if line.strip())
         return cls(type(error).__name__, text, whereabouts(error), step, layer, isinstance(error, Refused))
 
     def __str__(self) -> str:
@@ -117,7 +121,7 @@ class _Catching:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
-        if not isinstance(error, (Exception, SystemExit)):
+        if error is None or isinstance(error, KeyboardInterrupt):
             return False
         self._execution.failure = Failure.of(error, self._step, self._layer)
         _forget_frames(error)
@@ -137,11 +141,19 @@ def _forget_frames(error: BaseException) -> None:
 
 
 def differing_layers(a: Execution, b: Execution) -> list[tuple[int, int, int]]:
-    """(step, layer, first row) wherever two executions of the same case gave different bits (any NaN equals any)."""
+    """(step, layer, first row) wherever two executions of the same case gave different bits (any NaN equals any).
+
+    A result of another shape or dtype, or none, differs from row 0 on.
+    """
     found: list[tuple[int, int, int]] = []
     for step, (run_a, run_b) in enumerate(zip(a.steps, b.steps, strict=False)):
         for layer, (x, y) in enumerate(zip(run_a.layers, run_b.layers, strict=False)):
-            if x.values is None or y.values is None or x.values.shape != y.values.shape:
+            if x.values is None or y.values is None:
+                if x.values is not y.values:
+                    found.append((step, layer, 0))
+                continue
+            if x.values.shape != y.values.shape or x.values.dtype != y.values.dtype:
+                found.append((step, layer, 0))
                 continue
             if same_bits(x.values, y.values):
                 continue

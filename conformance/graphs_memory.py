@@ -87,12 +87,17 @@ class Buffers:
         self._of_size[size] = [(path, pointer) for path, pointer in self._all if pointer in read]
 
     def moved(self, size: int) -> list[str]:
-        """Tensors that stand elsewhere now: the graph of this size goes on reading the old memory."""
-        return [
-            _words(path)
+        """Tensors that stand elsewhere now: the graph of this size goes on reading the old memory.
+
+        A name that is bound anew while another still leads to the memory has not moved it.
+        """
+        moved = [
+            (path, pointer)
             for path, pointer in self._of_size[size]
             if self._stands_at(path) not in (None, pointer)
         ]
+        standing = {tensor.data_ptr() for _, tensor in _tensors(self._backend)} if moved else set[int]()
+        return [_words(path) for path, pointer in moved if pointer not in standing]
 
     def _stands_at(self, path: Path) -> int | None:
         value: Any = self._backend

@@ -37,7 +37,9 @@ def read_back(question: Question, asker: Asker, findings: Sequence[Finding]) -> 
     try:
         weights = read_weights(question, asker, finding.step, layer)
         lines = [weights] if isinstance(weights, str) else describe(weights, finding.request)
-    except Exception as error:  # noqa: BLE001 - the report of a failure must not fail
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the report of a failure must not fail
         lines = [f"not possible: {type(error).__name__}: {error}"]
     return "\n".join(
         [f"weights read back with one-hot V, step {finding.step}, layer {layer}:", *(f"  {x}" for x in lines)]

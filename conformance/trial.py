@@ -75,8 +75,11 @@ AnyAsker = Asker | RemoteAsker
 
 
 class Trial:
-    """One case on one backend. `first` and `second` run on the same backend object over differently poisoned pools; the
-    second calls `forward` where the first called `forward_return_lse`."""
+    """One case on one backend. `first` and `second` run on the same backend object over differently poisoned pools.
+
+    Where a backend has `forward_return_lse`, one of them calls it and the other `forward`, by the case's seed: what is
+    looked at in the first execution alone is so seen of both.
+    """
 
     def __init__(self, question: Question, asker: Asker) -> None:
         self.question = question
@@ -85,7 +88,12 @@ class Trial:
         self.found: dict[str, list[Finding] | None] = {}
         """What the checks that have run found, by name."""
         self._run = asker.start(question)
-        self.first = self._run.execute(nan=asker.poisons_with_nan)
+        self._lse_first = self.spec.capabilities.level == "kernel" or not question.case.seed & 2
+        self.first = self._execute(nan=asker.poisons_with_nan)
+
+    def _execute(self, *, nan: bool, otherwise: bool = False) -> Execution:
+        """Once more through the method of the first execution, or through the other."""
+        return self._run.execute(nan=nan, with_lse=self._lse_first != otherwise)
 
     @property
     def case(self) -> Case:
@@ -95,7 +103,12 @@ class Trial:
     def second(self) -> Execution:
         """The other of the two, made when it is first looked at."""
         self.asker.machine.soil()
-        return self._run.execute(nan=False, with_lse=False)
+        return self._execute(nan=False, otherwise=self.spec.capabilities.level == "engine")
+
+    @property
+    def with_lse(self) -> Execution:
+        """That of the two that called `forward_return_lse`."""
+        return self.first if self._lse_first else self.second
 
     @cached_property
     def changed(self) -> list[tuple[int, int, int]]:
@@ -103,18 +116,30 @@ class Trial:
         return differing_layers(self.first, self.second)
 
     @cached_property
-    def by_forward(self) -> list[tuple[int, int, int]]:
-        """What changed because the second called `forward`, and not for what its pool held."""
-        if not self.changed or self.spec.capabilities.lse is None:
+    def _again(self) -> Execution | None:
+        """The second once more through the first's method, where they differ."""
+        if self.spec.capabilities.lse is None or self.spec.capabilities.level == "kernel":
+            return None
+        return self._execute(nan=False)
+
+    @cached_property
+    def by_method(self) -> list[tuple[int, int, int]]:
+        """What changed because the second called the other method, and not for what its pool held."""
+        if not self.changed or self._again is None:
             return []
-        again = differing_layers(self.first, self._run.execute(nan=False))
-        by_poison = {(step, layer) for step, layer, _ in again}
+        by_poison = {(step, layer) for step, layer, _ in differing_layers(self.first, self._again)}
         return [at for at in self.changed if at[:2] not in by_poison]
+
+    @cached_property
+    def broken_by_method(self) -> bool:
+        """Whether the second failed because it called the other method."""
+        failed = self.first.failure is None and self.second.failure is not None
+        return failed and self._again is not None and self._again.failure is None
 
     @cached_property
     def third(self) -> Execution:
         """A further execution over a pool poisoned as for the first."""
-        return self._run.execute(nan=self.asker.poisons_with_nan)
+        return self._execute(nan=self.asker.poisons_with_nan)
 
     @cached_property
     def graphs(self) -> GraphExecution | None:
@@ -124,6 +149,11 @@ class Trial:
     def answer(self, step: int, layer: int) -> Answer:
         own = self.first.answers.get((step, layer))
         return self.question.answer(step, layer) if own is None else own
+
+    def request_of(self, step: int, row: int) -> int | None:
+        """The request of a row; None where the step has none such."""
+        requests = self.question.step(step).rows.request
+        return int(requests[row]) if row < len(requests) else None
 
     @property
     def pool(self) -> Pool:

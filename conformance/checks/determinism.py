@@ -11,7 +11,7 @@ NAME = "determinism"
 
 def check(trial: Trial) -> list[Finding]:
     first, second = trial.first.failure, trial.second.failure
-    if first is None and second is not None:
+    if first is None and second is not None and not trial.broken_by_method:
         return [
             Finding(
                 check=NAME,
@@ -27,7 +27,7 @@ def check(trial: Trial) -> list[Finding]:
             check=NAME,
             step=step,
             layer=layer,
-            request=int(trial.question.step(step).rows.request[row]),
+            request=trial.request_of(step, row),
             message="the same batch gave different bits when it was run again on the same backend",
         )
         for step, layer, row in differing_layers(trial.first, trial.third)

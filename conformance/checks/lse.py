@@ -26,7 +26,7 @@ def check(trial: Trial) -> list[Finding] | None:
     if trial.spec.capabilities.lse is None:
         return None
     found: list[Finding] = []
-    for step, run in enumerate(trial.first.steps):
+    for step, run in enumerate(trial.with_lse.steps):
         for layer, handed in enumerate(run.layers):
             found += _layer(trial, handed, step, layer)
     return found

@@ -24,11 +24,11 @@ def check(trial: Trial) -> list[Finding]:
             check=NAME,
             step=step,
             layer=layer,
-            request=int(trial.question.step(step).rows.request[row]),
+            request=trial.request_of(step, row),
             message="the result changes with the content of slots that no request owns",
         )
         for step, layer, row in trial.changed
-        if (step, layer, row) not in back and (step, layer, row) not in trial.by_forward
+        if (step, layer, row) not in back and (step, layer, row) not in trial.by_method
     ]
 
 

@@ -1,6 +1,6 @@
 """values: the output equals the oracle within the error budget, for every request, row and head.
 
-Where there is an LSE, `forward_return_lse` is judged, and `forward` wherever it gives other bits.
+Where there is an LSE, one of `forward` and `forward_return_lse` is judged, and the other wherever it gives other bits.
 
 A result whose unrounded float64 values are on record is held to float64; any other to the budget that the low-precision
 twin sets. An exception that leaves the backend is judged here too: there is no output.
@@ -23,14 +23,17 @@ NAME = "values"
 
 
 def check(trial: Trial) -> list[Finding]:
-    return of_first(trial) or of_forward(trial)
+    return of_first(trial) or of_other_method(trial)
 
 
-def of_forward(trial: Trial) -> list[Finding]:
-    """What is wrong with `forward` where it gives other bits than `forward_return_lse`."""
-    return [
-        replace(finding, message=f"forward, unlike forward_return_lse: {finding.message}")
-        for step, layer, _ in trial.by_forward
+def of_other_method(trial: Trial) -> list[Finding]:
+    """What is wrong with the method that the second execution called, where it gives other bits than the first's."""
+    methods = ("forward", "forward_return_lse")
+    second, first = methods if trial.first.with_lse else methods[::-1]
+    broken = failure_finding(trial.second, NAME, second) if trial.broken_by_method else []
+    return broken + [
+        replace(finding, message=f"{second}, unlike {first}: {finding.message}")
+        for step, layer, _ in trial.by_method
         for finding in layer_findings(trial, trial.second.steps[step].layers[layer], step, layer)
     ]
 
@@ -45,13 +48,13 @@ def of_first(trial: Trial) -> list[Finding]:
     return found
 
 
-def failure_finding(execution: Execution, check_name: str) -> list[Finding]:
-    """The exception that ended an execution, as a finding."""
+def failure_finding(execution: Execution, check_name: str, method: str = "forward") -> list[Finding]:
+    """The exception that ended an execution, as a finding; `method` was called for each layer."""
     failure = execution.failure
     if failure is None:
         return []
     what = "refused a case that it declares" if failure.refused else "raised"
-    where = "construction" if failure.step < 0 else "prepare_metadata" if failure.layer < 0 else "forward"
+    where = "construction" if failure.step < 0 else "prepare_metadata" if failure.layer < 0 else method
     return [
         Finding(
             check=check_name,
