@@ -11,6 +11,7 @@ import numpy as np
 from cases.model import Case
 from cases.tensors import StepTensors
 from fakes.recorder import Call, TensorRecord
+from reference import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,18 @@ class WrongField:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What the arrays of a batch are made from."""
+    """What the arrays of a batch are made from, and what of them is read."""
 
     qo_lens: np.ndarray
     kv_lens: np.ndarray
     slots: tuple[np.ndarray, ...]
     page_size: int
+    seen: tuple[np.ndarray, ...]
+    """Of each request, bool `[kv_len]`: the keys that a row of it sees."""
+    masked: bool
+    """The call has a custom mask."""
+    read_lens: tuple[int, ...]
+    """How many keys of each request the call was seen to read; empty where that is not known."""
 
     @property
     def page_counts(self) -> np.ndarray:
@@ -37,6 +44,23 @@ class _Batch:
 
     def pages(self, request: int) -> np.ndarray:
         return self.slots[request][:: self.page_size] // self.page_size
+
+    def read_pages(self, request: int) -> np.ndarray:
+        """bool, one a page: those with a key that a row sees."""
+        starts = np.arange(0, self.kv_lens[request], self.page_size)
+        return np.logical_or.reduceat(self.seen[request], starts) if len(starts) else np.zeros(0, dtype=bool)
+
+
+def _seen(case: Case, tensors: StepTensors) -> tuple[np.ndarray, ...]:
+    whole = case.mask.custom is None and case.mask.window is None
+    return tuple(
+        np.full(r.kv_len, r.qo_len > 0)
+        if whole or not r.qo_len
+        else visible(r.qo_len, r.kv_len, case.mask, None if tensors.custom is None else tensors.custom[i])
+        .numpy()
+        .any(axis=0)
+        for i, r in enumerate(tensors.step.requests)
+    )
 
 
 def _indptr(lens: np.ndarray) -> np.ndarray:
@@ -50,26 +74,42 @@ def _indptr_owner(index: int) -> int:
 def wrong_fields(
     case: Case, tensors: StepTensors, plan: Call | None, call: Call, page_size: int
 ) -> list[WrongField]:
-    """Compare every known array of a call (and of its plan) with what this step asks for.
+    """Compare every known array of a call (and of its plan) with what this step asks for, where the library reads it.
 
     `page_size` is that of the cache handed over: 1 where the pool is viewed as single slots.
     """
     step = tensors.step
-    batch = _Batch(
-        np.array(step.qo_lens), np.array(step.kv_lens), tensors.placed.slots, page_size or case.page_size
-    )
     given = dict(plan.arguments if plan else {}) | dict(call.arguments)
+    batch = _Batch(
+        np.array(step.qo_lens),
+        np.array(step.kv_lens),
+        tensors.placed.slots,
+        page_size or case.page_size,
+        _seen(case, tensors),
+        any(given.get(name) is not None for name in ("custom_mask", "packed_custom_mask")),
+        _read_lens(call, step.qo_lens),
+    )
     return [fault for name in given if name in _FIELDS for fault in _FIELDS[name](name, given[name], batch)]
 
 
+def _read_lens(call: Call, qo_lens: tuple[int, ...]) -> tuple[int, ...]:
+    spans = () if call.attended is None else call.attended.spans
+    return tuple(len(span.slots) for span in spans) if len(spans) == len(qo_lens) else ()
+
+
 def _vector(
-    wanted: Callable[[_Batch], np.ndarray], owner: Callable[[int], int], causes: Callable[..., str]
+    wanted: Callable[[_Batch], np.ndarray],
+    owner: Callable[[int], int],
+    causes: Callable[..., str],
+    unread: Callable[[_Batch], np.ndarray] | None = None,
 ) -> Callable[[str, Any, _Batch], Iterator[WrongField]]:
+    """`unread`: entries that may hold anything."""
+
     def compare(name: str, given: Any, batch: _Batch) -> Iterator[WrongField]:
         if not isinstance(given, TensorRecord) or given.values is None:
             return
         got, want = given.values.reshape(-1), wanted(batch)
-        if len(got) == len(want) - 1 and np.array_equal(got, want[1:]) and want[0] == 0:
+        if unread is None and len(got) == len(want) - 1 and np.array_equal(got, want[1:]) and want[0] == 0:
             yield WrongField(
                 name, 0, f"{name} lacks its leading 0: it is {_show(got)}, must be {_show(want)}"
             )
@@ -77,7 +117,8 @@ def _vector(
         if len(got) < len(want):
             yield WrongField(name, None, f"{name} has {len(got)} entries, must have {len(want)}")
         shared = min(len(got), len(want))
-        wrong = np.flatnonzero(got[:shared] != want[:shared])
+        differs = got[:shared] != want[:shared]
+        wrong = np.flatnonzero(differs if unread is None else differs & ~unread(batch)[:shared])
         if len(wrong):
             i = int(wrong[0])
             cause = causes(batch, i, int(got[i]), int(want[i]))
@@ -90,13 +131,15 @@ def _indices(name: str, given: Any, batch: _Batch) -> Iterator[WrongField]:
     if not isinstance(given, TensorRecord) or given.values is None:
         return
     got = given.values.reshape(-1)
-    want = [batch.pages(r) for r in range(len(batch.kv_lens))]
-    ends = _indptr(np.array([len(w) for w in want]))
-    flat = np.concatenate(want) if want else np.zeros(0, dtype=np.int64)
-    if len(got) < len(flat):
-        yield WrongField(name, None, f"{name} has {len(got)} entries, must have {len(flat)}")
-    shared = min(len(got), len(flat))
-    wrong = np.flatnonzero(got[:shared] != flat[:shared])
+    requests = range(len(batch.kv_lens))
+    ends = _indptr(batch.page_counts)
+    flat = np.concatenate([np.zeros(0, dtype=np.int64), *(batch.pages(r) for r in requests)])
+    read = np.concatenate([np.zeros(0, dtype=bool), *(batch.read_pages(r) for r in requests)])
+    needed = int(np.flatnonzero(read)[-1]) + 1 if read.any() else 0
+    if len(got) < needed:
+        yield WrongField(name, None, f"{name} has {len(got)} entries, must have {needed}")
+    shared = min(len(got), needed)
+    wrong = np.flatnonzero((got[:shared] != flat[:shared]) & read[:shared])
     if len(wrong):
         i = int(wrong[0])
         request = int(np.searchsorted(ends, i, side="right")) - 1
@@ -117,16 +160,16 @@ def _page_table(name: str, given: Any, batch: _Batch) -> Iterator[WrongField]:
         )
         return
     for request in range(len(batch.kv_lens)):
-        want = batch.pages(request)
+        want, read = batch.pages(request), np.flatnonzero(batch.read_pages(request))
         row = table[request]
-        if len(row) < len(want):
+        if len(read) and len(row) <= read[-1]:
             message = (
-                f"{name} has {len(row)} columns, request {request} needs {len(want)} "
+                f"{name} has {len(row)} columns, request {request} needs {read[-1] + 1} "
                 f"for its {batch.kv_lens[request]} tokens"
             )
             yield WrongField(name, request, message)
             return
-        wrong = np.flatnonzero(row[: len(want)] != want)
+        wrong = read[row[read] != want[read]]
         if len(wrong):
             column = int(wrong[0])
             got, must = int(row[column]), int(want[column])
@@ -158,6 +201,8 @@ def _length_cause(batch: _Batch, index: int, got: int, want: int) -> str:
 
 
 def _last_page_cause(batch: _Batch, index: int, got: int, want: int) -> str:
+    if not batch.kv_lens[index]:
+        return f": request {index} has no pages, and its part of the mask is empty only then"
     if got == 0 and want == batch.page_size:
         return f": length {batch.kv_lens[index]} is a multiple of the page size, so the last page is full"
     return ""
@@ -171,14 +216,28 @@ def _sum_cause(batch: _Batch, index: int, got: int, want: int) -> str:
 
 
 def _last_page_len(batch: _Batch) -> np.ndarray:
-    return batch.kv_lens - np.maximum(batch.page_counts - 1, 0) * batch.page_size
+    """A request without pages has a whole one: a custom mask counts `(pages - 1) * page_size + last_page_len` keys."""
+    return batch.kv_lens - (batch.page_counts - 1) * batch.page_size
+
+
+def _unread_last_page(batch: _Batch) -> np.ndarray:
+    """A request without pages has none, but a custom mask counts it."""
+    empty = batch.kv_lens == 0
+    counted = empty & (batch.qo_lens > 0) & batch.masked
+    return (empty | _unread_len(batch)) & ~counted
+
+
+def _unread_len(batch: _Batch) -> np.ndarray:
+    """Lengths of requests without rows, and those that a kernel did without: it read the right number of keys."""
+    rowless = batch.qo_lens == 0
+    return rowless | (batch.kv_lens == batch.read_lens) if batch.read_lens else rowless
 
 
 _PAGE_INDPTR = _vector(lambda b: _indptr(b.page_counts), _indptr_owner, _sum_cause)
 _KV_INDPTR = _vector(lambda b: _indptr(b.kv_lens), _indptr_owner, _no_cause)
 _QO_INDPTR = _vector(lambda b: _indptr(b.qo_lens), _indptr_owner, _no_cause)
-_LAST_PAGE = _vector(_last_page_len, int, _last_page_cause)
-_KV_LENS = _vector(lambda b: b.kv_lens, int, _length_cause)
+_LAST_PAGE = _vector(_last_page_len, int, _last_page_cause, _unread_last_page)
+_KV_LENS = _vector(lambda b: b.kv_lens, int, _length_cause, _unread_len)
 
 _FIELDS: dict[str, Callable[[str, Any, _Batch], Iterator[WrongField]]] = {
     "qo_indptr": _QO_INDPTR,

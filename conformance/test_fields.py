@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from cases.model import Case, Request, Step
+from cases.model import Case, KernelRequest, Mask, Request, Step
 from conformance.fields import wrong_fields
 from conformance.question import Question
-from fakes.recorder import Call, TensorRecord
+from fakes.recorder import Attended, Call, Span, TensorRecord
 
 PAGE = 4
 CASE = Case(
@@ -36,12 +37,23 @@ RIGHT: dict[str, Any] = {
 }
 
 
-def sentences(**given: Any) -> list[str]:
+def sentences(case: Case = CASE, attended: Attended | None = None, **given: Any) -> list[str]:
     arguments = {
         name: TensorRecord.of(torch.tensor(values, dtype=torch.int32)) for name, values in given.items()
     }
-    call = Call(0, "flashinfer", "plan", "plan", 1, arguments, None)
-    return [f.message for f in wrong_fields(CASE, Question(CASE).step(0), None, call, PAGE)]
+    call = Call(0, "flashinfer", "plan", "plan", 1, arguments, None, attended=attended)
+    return [f.message for f in wrong_fields(case, Question(case).step(0), None, call, case.page_size)]
+
+
+def kernel_case(*requests: tuple[int, int], mask: Mask | None = None, page_size: int = PAGE) -> Case:
+    """Requests of (qo_len, kv_len)."""
+    steps = (Step(tuple(KernelRequest(*r, uid=uid) for uid, r in enumerate(requests))),)
+    return Case(steps, page_size=page_size, level="kernel", num_layers=1, mask=mask or Mask())
+
+
+def decode(*kv_lens: int, page_size: int = PAGE) -> Case:
+    requests = tuple(Request(n - 1, 1, uid) for uid, n in enumerate(kv_lens))
+    return Case((Step(requests, "decode", "decode"),), page_size=page_size)
 
 
 def test_right_arrays_are_not_named() -> None:
@@ -92,3 +104,55 @@ def test_right_arrays_are_not_named() -> None:
 )
 def test_wrong_array_is_named_with_its_cause(name: str, values: list[Any], sentence: str) -> None:
     assert sentences(**RIGHT | {name: values}) == [sentence]
+
+
+@pytest.mark.parametrize("tail", [0, PAGE, -3, 99])
+def test_a_last_page_that_no_request_has_is_not_read(tail: int) -> None:
+    case = kernel_case((1, 8), (1, 0), (1, 2))
+    assert sentences(case, paged_kv_last_page_len=[4, tail, 2]) == []
+    assert sentences(case, paged_kv_last_page_len=[1, tail, 2]) == [
+        "paged_kv_last_page_len[0] is 1, must be 4"
+    ]
+
+
+def test_a_custom_mask_counts_the_last_page_of_a_request_without_pages() -> None:
+    case = kernel_case((1, 8), (1, 0), (0, 0), mask=Mask(causal=False, custom=1))
+    assert sentences(case, last_page_len=[4, 4, 9], custom_mask=[1] * 8) == []
+    assert sentences(case, last_page_len=[4, 0, 9], custom_mask=[1] * 8) == [
+        "last_page_len[1] is 0, must be 4: request 1 has no pages, and its part of the mask is empty only then"
+    ]
+
+
+def test_what_no_row_reads_is_not_blamed() -> None:
+    case = kernel_case((1, 5), (0, 8), (0, 3))
+    assert (
+        sentences(
+            case,
+            page_table=[[0, 1], [99, -1], [7, 7]],
+            paged_kv_indices=[0, 1, 99],
+            paged_kv_last_page_len=[1, 3, 0],
+            cache_seqlens=[5, 0, 0],
+        )
+        == []
+    )
+
+
+def test_pages_before_the_window_are_not_read() -> None:
+    case = kernel_case((2, 12), (1, 3), mask=Mask(window=4))
+    assert sentences(case, page_table=[[9, 1, 2], [3, 9, 9]], indices=[9, 1, 2, 3]) == []
+    assert sentences(case, page_table=[[9, 9, 2], [3, 9, 9]]) == ["page_table[0, 1] is 9, must be 1"]
+
+
+def test_entries_behind_the_batch_are_not_read() -> None:
+    behind = {name: [*values, 77] for name, values in RIGHT.items() if name != "page_table"}
+    assert sentences(**behind, page_table=[*RIGHT["page_table"], [77, 77, 77]]) == []
+
+
+def test_lengths_that_a_kernel_has_not_read_are_not_blamed() -> None:
+    """fa2 reads the last page's length, fa3 `seq_lens`: what was read says which."""
+    case = decode(5, 2)
+    none = torch.zeros(0)
+    for lens, blamed in (((5, 2), []), ((6, 2), ["seq_lens[0] is 9, must be 5"])):
+        spans = tuple(Span(i, i + 1, np.arange(n)) for i, n in enumerate(lens))
+        attended = Attended(none, none, none, "NHD", PAGE, spans, True, -1, -1, 0.0, 1.0)
+        assert sentences(case, attended, seq_lens=[9, 9]) == blamed
