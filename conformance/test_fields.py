@@ -37,7 +37,7 @@ RIGHT: dict[str, Any] = {
 }
 
 
-def sentences(case: Case = CASE, attended: Attended | None = None, **given: Any) -> list[str]:
+def sentences(case: Case = CASE, attended: Attended | None = None, /, **given: Any) -> list[str]:
     arguments = {
         name: TensorRecord.of(torch.tensor(values, dtype=torch.int32)) for name, values in given.items()
     }
@@ -156,3 +156,59 @@ def test_lengths_that_a_kernel_has_not_read_are_not_blamed() -> None:
         spans = tuple(Span(i, i + 1, np.arange(n)) for i, n in enumerate(lens))
         attended = Attended(none, none, none, "NHD", PAGE, spans, True, -1, -1, 0.0, 1.0)
         assert sentences(case, attended, seq_lens=[9, 9]) == blamed
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "values", "sentence"),
+    [
+        # rounded to float16: one token less, which is no token of this step's
+        (decode(2049, 3), "cache_seqlens", [2048, 3], "cache_seqlens[0] is 2048, must be 2049"),
+        # two causes, each of which fits
+        (
+            Case((Step((Request(4, 4, 0), Request(2, 2, 1))),), page_size=PAGE),
+            "cache_seqlens",
+            [4, 2],
+            "cache_seqlens[0] is 4, must be 8",
+        ),
+        # the first entry alone fits
+        (CASE, "cache_seqlens", [5, 7, 9], "cache_seqlens[0] is 5, must be 8"),
+        # a kernel's keys are no cached prefix and no new tokens
+        (kernel_case((3, 8)), "cache_seqlens", [5], "cache_seqlens[0] is 5, must be 8"),
+        (kernel_case((3, 8)), "cache_seqlens", [3], "cache_seqlens[0] is 3, must be 8"),
+        (CASE, "paged_kv_indptr", [0, 8, 9, 9], "paged_kv_indptr[1] is 8, must be 2"),
+        (
+            CASE,
+            "paged_kv_last_page_len",
+            [0, 1, 1],
+            "paged_kv_last_page_len[0] is 0, must be 4",
+        ),
+        # page 0's own number is its location: what is small is no location of it
+        (
+            CASE,
+            "page_table",
+            [[3, 1], [2, 7], [3, 4]],
+            "page_table[0, 0] is 3, must be 0: a page of request 2",
+        ),
+        # the page of request 1 stands one entry later, behind one that is nobody's
+        (
+            decode(3, 3, page_size=3),
+            "paged_kv_indices",
+            [0, 3, 1],
+            "paged_kv_indices[1] (page 0 of request 1) is 3, must be 1",
+        ),
+        (decode(2, 2, page_size=2), "paged_kv_indices", [0, 2], "is 2, must be 1"),
+        (decode(9), "page_table", [[0, 2, 2]], "page_table[0, 1] is 2, must be 1: its page 2"),
+        (
+            decode(4, 30),
+            "page_table",
+            [[0] * 8, [4, 5, 6, 7, 8, 9, 10, 11]],
+            "is 4, must be 1: a token location, not a page number (divide it by the page size 4)",
+        ),
+    ],
+)
+def test_a_cause_is_claimed_only_where_it_alone_explains_all(
+    case: Case, name: str, values: list[Any], sentence: str
+) -> None:
+    found = [s for s in sentences(case, **{name: values}) if "columns" not in s]
+    assert len(found) == 1
+    assert found[0].endswith(sentence)
