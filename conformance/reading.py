@@ -17,7 +17,9 @@ def compare(
     case: Case, tensors: StepTensors, decoded: list[tuple[Attended, ReadSpan]]
 ) -> tuple[int, str] | None:
     """The first row whose keys are not those asked for: its request, and which keys are missing, foreign or double."""
-    ragged = case.level == "kernel" and any(attended.layout == "ragged" for attended, _ in decoded)
+    any_ragged = any(attended.layout == "ragged" for attended, _ in decoded)
+    ragged = case.level == "kernel" and any_ragged
+    known = "k and v" if ragged else "pool, k and v" if any_ragged else "pool"
     read = _read(decoded)
     row = 0
     for request, r in enumerate(tensors.step.requests):
@@ -32,7 +34,8 @@ def compare(
                 if got != want:
                     position = r.kv_len - r.qo_len + i
                     where = f"row {row + i} (request {request}, position {position})"
-                    return request, f"{where} {_difference(tensors, request, which, got, want, slots)}"
+                    difference = _difference(tensors, request, which, got, want, slots, known)
+                    return request, f"{where} {difference}"
         row += r.qo_len
     return None
 
@@ -50,7 +53,13 @@ def _read(decoded: list[tuple[Attended, ReadSpan]]) -> dict[tuple[str, int], Cou
 
 
 def _difference(
-    tensors: StepTensors, request: int, which: str, got: Counter[int], want: Counter[int], slots: np.ndarray
+    tensors: StepTensors,
+    request: int,
+    which: str,
+    got: Counter[int],
+    want: Counter[int],
+    slots: np.ndarray,
+    known: str,
 ) -> str:
     missing, extra = want - got, got - want
     where = {int(slot): position for position, slot in enumerate(slots)}
@@ -64,10 +73,19 @@ def _difference(
     double = sorted(where[s] for s in extra if s in want)
     if double:
         parts.append(f"reads {_positions(double)} more than once")
-    foreign = sorted(s for s in extra if s not in where)
+    foreign = Counter({s: count for s, count in extra.items() if s > OUTSIDE and s not in where})
     if foreign:
+        first = min(foreign)
+        named = f"slot {first} ({_owner(tensors, request, first)})"
+        count = foreign.total()
+        only = f"a key that is not its own: {named}"
         parts.append(
-            f"reads {len(foreign)} keys that are not its own, among them {_named(tensors, request, foreign[0])}"
+            f"reads {f'{count} keys that are not its own, among them {named}' if count > 1 else only}"
+        )
+    outside = sum(count for s, count in extra.items() if s <= OUTSIDE)
+    if outside:
+        parts.append(
+            f"reads {'a key' if outside == 1 else f'{outside} keys'} outside of this layer's {known}"
         )
     return f"of {which.upper()} " + ", ".join(parts) if which == "v" else ", ".join(parts)
 
@@ -77,11 +95,6 @@ def _positions(positions: list[int]) -> str:
         return f"the key at position {positions[0]}"
     shown = ", ".join(map(str, positions[:4]))
     return f"{len(positions)} keys (positions {shown}{', ...' if len(positions) > 4 else ''})"
-
-
-def _named(tensors: StepTensors, request: int, slot: int) -> str:
-    """A slot and its owner; slots below 0 stand for memory that is no slot of the pool."""
-    return "one outside of the pool" if slot <= OUTSIDE else f"slot {slot} ({_owner(tensors, request, slot)})"
 
 
 def _owner(tensors: StepTensors, request: int, slot: int) -> str:
