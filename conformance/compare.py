@@ -10,6 +10,9 @@ import torch
 from cases.tensors import StepTensors
 from conformance.machine import Machine
 
+_ALL_DIGITS = 17
+"""What any float64 takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
@@ -83,10 +86,17 @@ def describe(wrong: Wrong, tensors: StepTensors, name: str) -> tuple[int, str]:
     count = f"{len(rows)} of {wrong.bad.shape[0]} rows wrong"
     spread = f"requests {_ranges(requests)}, heads {_ranges([int(h) for h in heads])}"
     message = (
-        f"{name} at {where} is {wrong.got:.6g}, must be {wrong.want:.6g}: "
+        f"{name} at {where} is {apart(wrong.got, wrong.want, 6)}: "
         f"{error}, allowed {wrong.allowed:.3g}; {count} ({spread})"
     )
     return request, message
+
+
+def apart(got: float, want: float, digits: int) -> str:
+    """Two numbers, "0.25, must be 0.5", with as many digits as it takes to tell the two apart."""
+    texts = ((f"{got:.{n}g}", f"{want:.{n}g}") for n in range(digits, _ALL_DIGITS + 1))
+    shown = next((both for both in texts if both[0] != both[1]), (f"{got:.{digits}g}", f"{want:.{digits}g}"))
+    return ", must be ".join(shown)
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from cases.model import Case
 from cases.tensors import StepTensors
+from conformance.compare import apart
 from reference.masks import visible
 
 _UNDERFLOW = 1e-6
@@ -110,10 +111,14 @@ class _Row:
     def _cause_of_missing(self) -> str:
         missing, seen = self.missing.tolist(), np.flatnonzero(self.seen)
         stored = self.weights.tensors.step.requests[self.request].stored_len
-        if missing == [int(seen[0])] and len(seen) > 1:
-            window = self.case.mask.window
-            off = ": window off by one" if window is not None and window == len(seen) else ""
+        if len(missing) == len(seen):
+            return f", {'all' if len(seen) > 1 else 'the only one'} that it must read"
+        if missing == [int(seen[0])]:
+            alone = not len(self.hidden) and not len(self.foreign)
+            off = ": window off by one" if alone and self.case.mask.window == len(seen) else ""
             return f", one key too few on the left{off}"
+        if self.case.level == "kernel":
+            return ""
         if missing == list(range(stored)):
             return ", all of its cached prefix"
         if missing == list(range(stored, self.position + 1)):
@@ -123,14 +128,25 @@ class _Row:
     def _hidden(self) -> list[str]:
         if not len(self.hidden):
             return []
-        seen = np.flatnonzero(self.seen)
-        cause = ""
-        if len(seen) and self.hidden.tolist() == [int(seen[0]) - 1]:
-            cause = ": one key too many on the left, window off by one"
-        elif (self.hidden > self.position).all() and self.case.mask.causal:
+        cause = self._cause_of_window()
+        if not cause and (self.hidden > self.position).all() and self.case.mask.causal:
             cause = ": keys after its own"
         weight = self.got[self.columns[self.hidden]].sum()
         return [f"reads {_positions(self.hidden)}, which it must not see, with weight {weight:.3g}{cause}"]
+
+    def _cause_of_window(self) -> str:
+        """Why keys before the window are read. From position 0 on they may be as many as there are."""
+        seen, hidden = np.flatnonzero(self.seen), self.hidden
+        if self.case.mask.window is None or not len(seen):
+            return ""
+        left = int(seen[0])
+        if hidden.tolist() == [left - 1]:
+            return ": one key too many on the left, window off by one" + (
+                " or not applied" if left == 1 else ""
+            )
+        if hidden.tolist() == list(range(left)):
+            return ": it reads all from position 0 on, the window is not applied or too wide"
+        return ""
 
     def _foreign(self) -> list[str]:
         lines: list[str] = []
@@ -155,19 +171,17 @@ class _Row:
     def _sum(self) -> list[str]:
         total, must = float(self.got.sum()), float(self.want.sum())
         if self.case.v_scale != 1 and math.isclose(total * self.case.v_scale, must, rel_tol=1e-3):
-            return [f"its weights sum to {total:.6g}, must be {must:.6g}: v_scale is not applied"]
+            return [f"its weights sum to {apart(total, must, 6)}: v_scale is not applied"]
         if total < must - 8 * self.weights.tolerance:
             return [f"{must - total:.3g} of its weight lies on slots that no request owns, or is lost"]
         if total > must + 8 * self.weights.tolerance:
-            return [f"its weights sum to {total:.6g}, must be {must:.6g}"]
+            return [f"its weights sum to {apart(total, must, 6)}"]
         return []
 
     def _weighed_wrongly(self) -> list[str]:
         got, want = self.got[self.columns], self.want[self.columns]
         worst = np.argsort(-np.abs(got - want), kind="stable")[:4]
-        each = ", ".join(
-            f"position {i}: {got[i]:.4g}, must be {want[i]:.4g}" for i in worst if got[i] != want[i]
-        )
+        each = ", ".join(f"position {i}: {apart(got[i], want[i], 4)}" for i in worst if got[i] != want[i])
         return [f"reads the right keys with wrong weights ({each})"]
 
     def _factor(self) -> list[str]:
