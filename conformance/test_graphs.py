@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,9 @@ from cases.edges import EDGES
 from cases.model import Case, Phase, Request, Step
 from conformance.checks import graphs
 from conformance.checks.capacity import overruns
+from conformance.decode import OUTSIDE, ReadSpan
 from conformance.graphs_run import captured_sizes, graph_execution, replayed_steps, with_room
+from conformance.padding import foreign
 from conformance.question import Question
 from conformance.selection import cases_for
 from conformance.session import Session
@@ -21,6 +24,7 @@ from conformance.support import unsupported
 from conformance.sweep import draw
 from conformance.trial import Asker, Trial
 from fakes.cuda import DeviceUnavailable
+from fakes.recorder import Span
 
 NAMES = ["torch", "fi", "fi-paged", "fa", "fa,fi"]
 
@@ -78,6 +82,36 @@ def test_what_a_replay_read_is_on_record(askers: dict[str, Asker], name: str) ->
             if name != "fa":
                 assert call.plan is not None
                 assert call.plan.at.batch == at.step
+
+
+OLD = "; a dummy has slot {dummy} alone: its row still holds that of step 0"
+SOME = "; a dummy has slot {dummy} alone"
+
+
+@pytest.mark.parametrize(
+    ("at", "read", "words"),
+    [
+        (1, (0, 1, 9), "9 keys, among them slot {first} (nobody's)" + OLD),
+        (1, (0, 1, 1), "slot {first} (nobody's)" + OLD),
+        (1, (0, 2, 2), "2 keys, among them slot {first} (request 0's)" + SOME),
+        (1, (2, 0, 1), "slot {first} (request 0's)" + SOME),
+        (0, (0, 1, 1), "slot {first} (request 1's)" + SOME),
+        (1, None, "one outside of this layer's pool" + SOME),
+    ],
+)
+def test_a_padding_row_holds_an_earlier_batch_only_where_it_did(
+    askers: dict[str, Asker], at: int, read: tuple[int, int, int] | None, words: str
+) -> None:
+    """Row 1 pads a replay. `read`: of which step's which request it reads how many keys; None: other memory."""
+    done = Trial(Question(THREE_STEPS), askers["torch"]).graphs
+    assert done is not None
+    slots = np.array([OUTSIDE])
+    if read is not None:
+        step, request, count = read
+        slots = done.room.steps[step].placed.slots[request][:count]
+    spans = [ReadSpan(1, 1, slots, slots, Span(1, 2, slots), None)]
+    told = words.format(first=slots[0], dummy=done.room.dummy_slot)
+    assert foreign(done, done.replays[at], spans) == f"row 1, which pads the batch, reads {told}"
 
 
 def test_dummies_have_a_page_and_a_row_of_their_own() -> None:

@@ -64,8 +64,7 @@ def test_a_window_is_no_cause_where_there_is_none() -> None:
     )
     custom = Question(case).step(0).custom
     assert custom is not None
-    seen: list[bool] = custom[0][0].tolist()
-    assert seen == [False, True, True]
+    assert np.array_equal(custom[0][0], [False, True, True])
     (line,) = sentences(case, [0.2, 0.4, 0.4], [0.0, 0.5, 0.5])
     assert "window" not in line
 

@@ -20,6 +20,7 @@ from conformance.fields import wrong_fields
 from conformance.graphs_marks import CapturedCall
 from conformance.graphs_run import GraphExecution, Replay
 from conformance.outcome import Finding, Outcome
+from conformance.padding import foreign
 from conformance.trial import Trial
 from fakes.recorder import Attended
 
@@ -181,20 +182,11 @@ def _fields(trial: Trial, at: Replay, calls: list[CapturedCall]) -> list[Finding
     ]
 
 
-def _foreign(done: GraphExecution, at: Replay, layer: int, padding: list[ReadSpan]) -> list[Finding]:
-    dummy, step = done.room.dummy_slot, done.room.steps[at.step]
-    for span in padding:
-        foreign = [int(s) for s in (*span.k_slots, *span.v_slots) if s != dummy]
-        if not foreign:
-            continue
-        owner = next((i for i, own in enumerate(step.placed.slots) if foreign[0] in own), None)
-        whose = "nobody's" if owner is None else f"request {owner}'s"
-        message = (
-            f"{at.how}: row {span.rows[0]}, which pads the batch, reads {len(span.k_slots)} keys, among them "
-            f"slot {foreign[0]} ({whose}); a dummy has slot {dummy} alone: its row still holds an earlier batch"
-        )
-        return [Finding(check=NAME, step=at.step, layer=layer, message=message)]
-    return []
+def _foreign(done: GraphExecution, at: Replay, layer: int, spans: list[ReadSpan]) -> list[Finding]:
+    words = foreign(done, at, spans)
+    if words is None:
+        return []
+    return [Finding(check=NAME, step=at.step, layer=layer, message=f"{at.how}: {words}")]
 
 
 def _outputs(trial: Trial, step: int, layers: list[LayerRun], how: str) -> list[Finding]:
