@@ -41,7 +41,16 @@ def wrong_fields(
     """
     given = dict(plan.arguments if plan else {}) | dict(call.arguments)
     batch = batch_of(case, tensors, call, given, page_size or case.page_size)
-    return [fault for name in given if name in _FIELDS for fault in _FIELDS[name](name, given[name], batch)]
+    arrays = [fault for name in given if name in _FIELDS for fault in _FIELDS[name](name, given[name], batch)]
+    return [*unasked(call), *arrays]
+
+
+def unasked(call: Call) -> list[WrongField]:
+    """Arguments that change what attention computes, and that no case asks for."""
+    if call.arguments.get("sinks") is None:
+        return []
+    message = f"{call.name} is given sinks, which no case has: they take weight from every key"
+    return [WrongField("sinks", None, message)]
 
 
 def _vector(

@@ -17,8 +17,8 @@ def foreign(done: GraphExecution, at: Replay, padding: Sequence[ReadSpan]) -> st
             count = len(span.k_slots)
             keys = "" if count == 1 else f"{count} keys, among them "
             return (
-                f"row {span.first_row}, which pads the batch, reads {keys}{_named(done, at, slots[0])}; "
-                f"a dummy has slot {dummy} alone{_cause(done, at, span.first_row, slots)}"
+                f"row {span.rows[0]}, which pads the batch, reads {keys}{_named(done, at, slots[0])}; "
+                f"a dummy has slot {dummy} alone{_cause(done, at, int(span.rows[0]), slots)}"
             )
     return None
 

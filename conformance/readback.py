@@ -14,6 +14,7 @@ import torch
 
 from cases.bits import bits
 from cases.tensors import CaseTensors
+from conformance.fields import unasked
 from conformance.outcome import Finding
 from conformance.question import Question
 from conformance.trial import Asker
@@ -36,7 +37,9 @@ def read_back(question: Question, asker: Asker, findings: Sequence[Finding]) -> 
     layer = 0 if finding.layer is None else finding.layer
     try:
         weights = read_weights(question, asker, finding.step, layer)
-        lines = [weights] if isinstance(weights, str) else describe(weights, finding.request)
+        lines = (
+            [weights] if isinstance(weights, str) else [*describe(weights, finding.request), *weights.given]
+        )
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - the report of a failure must not fail
@@ -78,16 +81,18 @@ def read_weights(question: Question, asker: Asker, step: int, layer: int) -> Wei
         want=np.concatenate(want, axis=2)[:, :, : len(owned)] / case.v_scale,
         kv_heads=tagged.values[:, :, 0] / case.v_scale - 1,
         tolerance=1e-7 if exact else 4 * torch.finfo(getattr(torch, case.dtype)).eps,
+        given=tagged.given,
     )
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """What came back and what must come: float64 `[num_rows, num_qo_heads, head_dim_vo]`."""
+    """What came back and what must come: float64 `[num_rows, num_qo_heads, head_dim_vo]`. `given`: see `Weights`."""
 
     values: np.ndarray
     answer: np.ndarray
     exact: bool
+    given: tuple[str, ...]
 
 
 def _read(question: Question, asker: Asker, step: int, layer: int, v: np.ndarray) -> _Reading | str:
@@ -105,7 +110,9 @@ def _read(question: Question, asker: Asker, step: int, layer: int, v: np.ndarray
     answer = (asked.answer(step, layer) if own is None else own).state.out.numpy()
     if values is None or values.shape != answer.shape:
         return "not possible: the output has not the shape that it must have"
-    return _Reading(np.array(values), answer, handed.exact is not None)
+    calls = [c for c in execution.calls(step) if c.op == "attend" and c.at.layer == layer]
+    given = tuple(field.message for call in calls for field in unasked(call))
+    return _Reading(np.array(values), answer, handed.exact is not None, given)
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,12 @@ def test_pages_before_the_window_are_not_read() -> None:
     assert sentences(case, page_table=[[9, 9, 2], [3, 9, 9]]) == ["page_table[0, 1] is 9, must be 1"]
 
 
+def test_sinks_are_named() -> None:
+    assert sentences(**RIGHT, sinks=[0]) == [
+        "plan is given sinks, which no case has: they take weight from every key"
+    ]
+
+
 def test_entries_behind_the_batch_are_not_read() -> None:
     behind = {name: [*values, 77] for name, values in RIGHT.items() if name != "page_table"}
     assert sentences(**behind, page_table=[*RIGHT["page_table"], [77, 77, 77]]) == []

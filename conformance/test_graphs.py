@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from backends.contract import EngineContext
 from cases.edges import EDGES
 from cases.model import Case, Phase, Request, Step
 from conformance.checks import graphs
@@ -112,6 +114,28 @@ def test_a_padding_row_holds_an_earlier_batch_only_where_it_did(
     spans = [ReadSpan(1, 1, slots, slots, Span(1, 2, slots), None)]
     told = words.format(first=slots[0], dummy=done.room.dummy_slot)
     assert foreign(done, done.replays[at], spans) == f"row 1, which pads the batch, reads {told}"
+
+
+def test_sinks_that_a_graph_was_captured_with_are_named(askers: dict[str, Asker]) -> None:
+    asker = askers["fa"]
+
+    def planted(engine: EngineContext) -> Any:
+        backend: Any = asker.spec.factory(engine)
+        attend = backend.flash_attn_with_kvcache
+        sinks = torch.zeros(engine.num_qo_heads, dtype=torch.bfloat16, device=engine.device)
+
+        def with_sinks(q: torch.Tensor, **rest: Any) -> Any:
+            return attend(q=q, **rest, sinks=sinks if len(q) > 1 else None)
+
+        backend.flash_attn_with_kvcache = with_sinks
+        return backend
+
+    case = Case((decode(4),))
+    found = graphs.check(Trial(Question(case), replace(asker, spec=replace(asker.spec, factory=planted))))
+    assert found
+    assert found[0].field == "sinks"
+    assert "flash_attn_with_kvcache is given sinks, which no case has" in found[0].message
+    assert len(found) > 1
 
 
 def test_dummies_have_a_page_and_a_row_of_their_own() -> None:

@@ -3,10 +3,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from backends.contract import EngineContext
 from cases.codec import from_json, load
 from cases.model import Case, Heads, Mask, Request, Step
 from conformance.examine import examine
@@ -169,6 +173,20 @@ def test_reading_back_never_raises(session: Session, monkeypatch: pytest.MonkeyP
 def test_nothing_is_read_back_where_no_result_is_wrong(session: Session) -> None:
     blamed = [Finding(check="pool", step=0, layer=0, message="made up")]
     assert read_back(Question(prefill((0, 1))), session.askers[0], blamed) == ""
+
+
+def test_sinks_that_nobody_asked_for_are_named(session: Session, tmp_path: Path) -> None:
+    asker = next(a for a in session.askers if a.spec.name == "fa")
+
+    def planted(engine: EngineContext) -> Any:
+        backend: Any = asker.spec.factory(engine)
+        attend = backend.flash_attn_with_kvcache
+        sinks = torch.zeros(engine.num_qo_heads, dtype=torch.bfloat16, device=engine.device)
+        backend.flash_attn_with_kvcache = partial(attend, sinks=sinks)
+        return backend
+
+    text = shown(replace(asker, spec=replace(asker.spec, factory=planted)), prefill((3, 1)), tmp_path)
+    assert text.count("flash_attn_with_kvcache is given sinks, which no case has") == 1
 
 
 def test_replay_line_holds_the_case_or_a_file_of_it(session: Session, tmp_path: Path) -> None:

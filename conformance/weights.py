@@ -20,7 +20,8 @@ _UNDERFLOW = 1e-6
 class Weights:
     """`got`, `want`: float64 `[num_rows, num_qo_heads, num_slots]`; `slots`: int64, all that requests own.
 
-    `kv_heads`: float64 `[num_rows, num_qo_heads]`, the mean KV head that each row's values come from.
+    `kv_heads`: float64 `[num_rows, num_qo_heads]`, the mean KV head that each row's values come from. `given`: what
+    library calls were given that no case asks for, in words.
     """
 
     case: Case
@@ -30,6 +31,7 @@ class Weights:
     want: np.ndarray
     kv_heads: np.ndarray
     tolerance: float
+    given: tuple[str, ...] = ()
 
 
 def describe(weights: Weights, request: int | None) -> list[str]:

@@ -16,7 +16,7 @@ from conformance.checks.stepwise import found_in
 from conformance.compare import describe
 from conformance.decode import LayerTensors, ReadSpan, doubtful, read_spans
 from conformance.execution import LayerRun
-from conformance.fields import wrong_fields
+from conformance.fields import unasked, wrong_fields
 from conformance.graphs_marks import CapturedCall
 from conformance.graphs_run import GraphExecution, Replay
 from conformance.outcome import Finding, Outcome
@@ -42,12 +42,14 @@ def findings(trial: Trial, done: GraphExecution) -> list[Finding]:
     """All that is wrong with an execution through graphs, whatever the eager one did."""
     found = [] if done.broken is None else [_broken(done)]
     for at in done.replays:
+        outputs = _outputs(trial, at.step, at.run.layers, at.how)
         found += [
             *_rules(done, at),
             *_plans(at),
             *_memory(at),
             *_reads(trial, done, at),
-            *_outputs(trial, at.step, at.run.layers, at.how),
+            *(_unasked(at) if outputs else []),
+            *outputs,
             *_padding(trial, at),
             *_pool(trial, done, at),
         ]
@@ -180,6 +182,21 @@ def _fields(trial: Trial, at: Replay, calls: list[CapturedCall]) -> list[Finding
         if given is not None
         for field in wrong_fields(trial.case, tensors, None, given, captured.attended.page_size)
     ]
+
+
+def _unasked(at: Replay) -> list[Finding]:
+    """What nobody asked for, where it may be why an output is wrong."""
+    return [
+        Finding(
+            check=NAME,
+            step=at.step,
+            layer=captured.layer,
+            field=field.field,
+            message=f"{at.how}: {field.message}",
+        )
+        for captured in at.calls
+        for field in unasked(captured.call)
+    ][:1]
 
 
 def _foreign(done: GraphExecution, at: Replay, layer: int, spans: list[ReadSpan]) -> list[Finding]:
