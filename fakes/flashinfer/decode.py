@@ -192,6 +192,10 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             if self._use_tensor_cores:
                 longest(lengths)
                 kernel = self._tensor_core_backend(q_dtype)
+            if record is not None:
+                arrays = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+                loaded = rules.loaded(kernel, self._use_cuda_graph, "indices", arrays)
+                rules.strides(record, {"indptr": indptr}, loaded)
             check_compiled(q_dtype, kv_dtype, o_dtype)
             if kernel == "cuda_core" and indptr.dtype is not torch.int32:
                 raise RuntimeError(

@@ -11,7 +11,7 @@ import torch
 
 from fakes import cuda, releases
 from fakes.flashinfer import rules
-from fakes.flashinfer.arrays import lengths_by_pages
+from fakes.flashinfer.arrays import lengths_by_pages, on_host
 from fakes.flashinfer.staging import read_back
 
 
@@ -58,9 +58,19 @@ def fast_decode_plan(
     host_indptr = global_override_indptr_cpu
     if host_indptr is None:
         read_back(indptr=indptr)
-        host_indptr = cuda.host(indptr)
+        with cuda.paused():
+            host_indptr = on_host(indptr)
     with cuda.paused():
-        _compare(self, indptr, indices, last_page_len, batch_size, page_size, host_indptr)
+        _compare(
+            self,
+            indptr,
+            indices,
+            last_page_len,
+            batch_size,
+            page_size,
+            host_indptr,
+            global_override_indptr_cpu,
+        )
         lengths = lengths_by_pages(host_indptr, cuda.host(last_page_len), page_size)
         rows = torch.arange(batch_size + 1, dtype=torch.int32)
     workspaces = (
@@ -116,12 +126,17 @@ def _compare(
     batch_size: int,
     page_size: int,
     host_indptr: torch.Tensor,
+    override: torch.Tensor | None,
 ) -> None:
     """Strict mode: the arrays, and whether the planner is given what the kernel will read."""
     record = rules.strict()
     if record is None:
         return
     names = ("indptr", "indices", "last_page_len")
+    arrays = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+    kernel = "cuda_core" if not wrapper._use_tensor_cores else wrapper._backend
+    planned = {"indptr": indptr} if override is None else {"global_override_indptr_cpu": override}
+    rules.strides(record, planned, rules.loaded(kernel, wrapper._use_cuda_graph, "indices", arrays))
     rules.pages(record, names, indptr, indices, last_page_len, batch_size, page_size, None)
     read = cuda.host(wrapper._paged_kv_indptr_buf)[: batch_size + 1]
     if read.dtype == host_indptr.dtype and not torch.equal(read, host_indptr[: batch_size + 1]):

@@ -11,7 +11,7 @@ import torch
 from fakes import attend as numbers
 from fakes import cuda, recorder, releases
 from fakes.flashinfer import rules, staging
-from fakes.flashinfer.arrays import first, upload, words
+from fakes.flashinfer.arrays import first, on_host, upload, words
 from fakes.flashinfer.kernels import LN2, SENTINEL
 from fakes.flashinfer.plans import Plan, check_compiled
 from fakes.flashinfer.wrapper import (
@@ -133,7 +133,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             self._kv_len_arr_buf = upload(kv_len_arr, True, self.device)
         staging.read_back(qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_len_arr=kv_len_arr)
         with cuda.paused():
-            qo = first(words(qo_indptr), batch_size + 1, "qo_indptr")
+            qo = first(words(on_host(qo_indptr)), batch_size + 1, "qo_indptr")
             for i, (a, b) in enumerate(itertools.pairwise(qo)):
                 if b < a:
                     raise RuntimeError(f"qo_indptr[{i + 1}]{b} - qo_indptr[{i}]{a} should be non-negative")
@@ -144,10 +144,10 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 head_dim=head_dim_ckv,
                 page_size=page_size,
                 qo=qo,
-                kv=first(words(kv_indptr), batch_size + 1, "kv_indptr"),
+                kv=first(words(on_host(kv_indptr)), batch_size + 1, "kv_indptr"),
                 capped=False,
                 windowed=False,
-                kv_lens=first(words(kv_len_arr), batch_size, "kv_len_arr"),
+                kv_lens=first(words(on_host(kv_len_arr)), batch_size, "kv_len_arr"),
                 q_dtype=q_data_type,
                 kv_dtype=kv_data_type,
                 qo_last=qo[-1],
@@ -165,6 +165,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         batch_size: int,
         page_size: int,
     ) -> None:
+        planned = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len_arr": kv_len_arr}
+        rules.strides(record, planned, {} if self._use_cuda_graph else {"kv_indices": kv_indices})
         rules.indptr(record, "qo_indptr", rules.array(record, "qo_indptr", qo_indptr), batch_size, "rows")
         starts = rules.array(record, "kv_indptr", kv_indptr)
         lens = rules.array(record, "kv_len_arr", kv_len_arr)

@@ -237,6 +237,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             wanted = self._requested_backend if releases.at_least("flashinfer", "0.7.4") else self._backend
             masked = self._custom_mask_buf is not None
             self._backend = resolve_backend(wanted, q_dtype, kv_dtype, masked, max_q_len)
+            if record is not None:
+                planned = {"qo_indptr": qo_indptr, "paged_kv_indptr": paged_kv_indptr}
+                arrays = planned | {
+                    "paged_kv_indices": paged_kv_indices,
+                    "paged_kv_last_page_len": paged_kv_last_page_len,
+                }
+                loaded = rules.loaded(self._backend, self._use_cuda_graph, "paged_kv_indices", arrays)
+                rules.strides(record, planned, loaded)
             check_compiled(q_dtype, kv_dtype, o_dtype)
             check_builds(self._backend, q_dtype, kv_dtype)
             plan = Plan(

@@ -202,6 +202,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             wanted = self._requested_backend if releases.at_least("flashinfer", "0.7.2") else self._backend
             masked = self._custom_mask_buf is not None
             self._backend = resolve_backend(wanted, q_dtype, kv_dtype, masked)
+            if record is not None:
+                planned = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
+                rules.strides(record, planned, rules.loaded(self._backend, self._use_cuda_graph, "", planned))
             check_compiled(q_dtype, kv_dtype, o_dtype)
             plan = Plan(
                 kernel=self._backend,

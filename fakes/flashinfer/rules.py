@@ -20,7 +20,7 @@ def strict() -> Recorder | None:
 
 
 def array(record: Recorder, argument: str, tensor: torch.Tensor) -> np.ndarray | None:
-    """Dtype and strides of an index array; its values where they mean what they should."""
+    """Dtype of an index array; its values where they mean what they should."""
     plain = cuda.host(tensor)
     if plain.dtype is not torch.int32:
         record.find(
@@ -31,15 +31,39 @@ def array(record: Recorder, argument: str, tensor: torch.Tensor) -> np.ndarray |
             "that element 1 is the high half of element 0",
         )
         return None
-    if not plain.is_contiguous() and not releases.at_least("flashinfer", "0.7.4"):
-        record.find(
-            "fi.contiguous",
-            "arrays",
-            argument,
-            f"{argument} has stride {plain.stride()}, must be contiguous: strides are not read",
-        )
-        return None
     return plain.reshape(-1).numpy()
+
+
+def strides(record: Recorder, planned: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> None:
+    """Arrays that are read in place, without their strides, up to 0.7.4, which makes them contiguous.
+
+    `planned`: those whose host copy the planner reads; a device array's copy is contiguous. `loaded`: those that the
+    kernel reads where `plan` leaves them: a copy is contiguous, a device array itself is not copied.
+    """
+    if releases.at_least("flashinfer", "0.7.4"):
+        return
+    in_place = {name: tensor for name, tensor in planned.items() if not cuda.on_device(tensor)}
+    in_place |= {name: tensor for name, tensor in loaded.items() if cuda.on_device(tensor)}
+    for argument, tensor in in_place.items():
+        plain = cuda.host(tensor)
+        if plain.dtype is torch.int32 and not plain.is_contiguous():
+            reader = "planner" if argument in planned and not cuda.on_device(tensor) else "kernel"
+            record.find(
+                "fi.contiguous",
+                "arrays",
+                argument,
+                f"{argument} has stride {plain.stride()}, must be contiguous: the {reader} does not read strides",
+            )
+
+
+def loaded(
+    kernel: str, graph: bool, indices: str, arrays: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Which arrays a kernel reads where the caller has them: fa3 page ids alone, for the rest is in its plan; in graph
+    mode none, for they are copied to buffers. `indices` names the page ids."""
+    if graph:
+        return {}
+    return {name: tensor for name, tensor in arrays.items() if kernel != "fa3" or name == indices}
 
 
 def indptr(record: Recorder, argument: str, values: np.ndarray | None, batch_size: int, unit: str) -> bool:
