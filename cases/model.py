@@ -24,7 +24,7 @@ ValueKind = Literal["needles", "zero_q", "constant_v", "one_hot_v", "extreme", "
 
 MAX_LEN = 1 << 20
 """Longest `kv_len` that a case may ask for, in tokens."""
-MAX_SPARE_PAGES = 4096
+MAX_SPARE_PAGES = 1 << 16
 
 _CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _Length = Annotated[int, Field(ge=0, le=MAX_LEN)]

@@ -1,0 +1,193 @@
+"""Named edge cases beyond the default mix: more rows, requests, layers and keys than it has, and what it rarely has.
+
+Decode and prefill are asked apart, so that a backend of one phase is asked its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cases.batches import decode, kernel, step
+from cases.model import Case, Heads, Kind, Mask, Request, Step
+
+HEAD_DIMS = ((80, 80), (96, 96), (192, 128), (256, 256))
+"""(qk, vo) that kernels are compiled for, beside 64 and 128."""
+_SMALL = Heads(2, 1)
+_SEED = 19
+"""Draws neither a relation nor `capacity` (`conformance.checks`): one more execution each, of a large case."""
+
+
+def _engine(*steps: Step, **settings: Any) -> Case:
+    return Case(steps, seed=_SEED, **settings)
+
+
+def _kernel(lengths: list[tuple[int, int]], **settings: Any) -> Case:
+    """One row per request is a decode batch."""
+    rows = kernel(*lengths, decode=all(qo == 1 for qo, _ in lengths))
+    return Case((rows,), level="kernel", num_layers=1, seed=_SEED, **settings)
+
+
+def _borrowing(kind: Kind, *requests: tuple[int, int, int]) -> Step:
+    """A batch from (cached_len, extend_len, prefix_len): leading tokens of the first request."""
+    made = tuple(
+        Request(cached, extend, uid, 0 if prefix else None, prefix)
+        for uid, (cached, extend, prefix) in enumerate(requests)
+    )
+    return Step(made, "decode" if kind == "decode" else "prefill", kind)
+
+
+def _of_head_dims(qk: int, vo: int) -> dict[str, tuple[Case, str]]:
+    heads, why = Heads(2, 1, qk, vo), f"head dims {qk}/{vo}, "
+    return {
+        f"head_dims_{qk}_{vo}_decode": (_engine(decode(9, 4), heads=heads, page_size=4), why + "decode"),
+        f"head_dims_{qk}_{vo}_prefill": (
+            _engine(step("mixed", [(3, 2), (0, 6)]), heads=heads, page_size=4),
+            why + "a prompt beside a hit",
+        ),
+        f"kernel_head_dims_{qk}_{vo}_decode": (
+            _kernel([(1, 9), (1, 4)], heads=heads, page_size=4),
+            why + "one row per request",
+        ),
+        f"kernel_head_dims_{qk}_{vo}_prefill": (
+            _kernel([(3, 9), (4, 4)], heads=heads, page_size=4),
+            why + "several rows per request",
+        ),
+    }
+
+
+_POOL: dict[str, Any] = {"num_layers": 1, "placement": "reversed", "spare_pages": 32_800}
+
+BEYOND: dict[str, tuple[Case, str]] = {
+    "pages_of_32_decode": (
+        _engine(decode(40, 31, 65, 32, 96), heads=_SMALL, page_size=32, placement="reversed"),
+        "pages of 32: lengths below, at and above one, two and three of them",
+    ),
+    "pages_of_32_prefill": (
+        _engine(step("mixed", [(32, 3), (0, 65), (30, 4)]), page_size=32, placement="scattered"),
+        "pages of 32: a hit of a page, a prompt over two, a hit that ends short of one",
+    ),
+    "three_on_pages_of_64": (
+        _engine(decode(65, 130, 100), page_size=64, placement="scattered", spare_pages=1),
+        "three lengths, the longest in the middle: an order by length is no swap, nor its own inverse",
+    ),
+    "four_prompts_on_pages_of_128": (
+        _engine(step("mixed", [(0, 5), (128, 2), (3, 1), (0, 129)]), page_size=128, spare_pages=1),
+        "more than two requests on large pages, in a prefill batch",
+    ),
+    "prompt_of_200": (
+        _engine(step("prefill", [(0, 200)]), heads=_SMALL, page_size=16),
+        "more new rows than a tile of 128 has",
+    ),
+    "prompts_over_row_tiles": (
+        _engine(step("chunked", [(70, 130), (0, 64), (9, 70)]), heads=_SMALL, placement="scattered"),
+        "row tiles of 64 and of 128 that are cut, full and just begun, behind hits",
+    ),
+    "thirty_three_prompts": (
+        _engine(step("prefill", [(i % 3, 1 + i % 4) for i in range(33)]), page_size=2, placement="scattered"),
+        "a prefill batch of more requests than buffers for 16 or 32 hold",
+    ),
+    "window_of_100_decode": (
+        _engine(decode(150, 70, 101, 120), page_size=16, placement="scattered", mask=Mask(window=100)),
+        "a window longer than a tile of 64 keys, no multiple of it, before and behind its edge",
+    ),
+    "window_of_100_prefill": (
+        _engine(step("mixed", [(0, 130), (99, 3), (60, 8)]), heads=_SMALL, mask=Mask(window=100)),
+        "a window longer than a tile of 64 keys, over a prompt that outgrows it",
+    ),
+    "window_of_128_prefill": (
+        _engine(step("chunked", [(120, 30), (0, 129)]), page_size=16, mask=Mask(window=128)),
+        "a window of a whole tile of 128 keys: the row behind it loses one key",
+    ),
+    "three_layers_decode": (
+        _engine(decode(3, 6), num_layers=3, page_size=2),
+        "the third layer has keys of its own: an index modulo two finds the first one's",
+    ),
+    "three_layers_prefill": (
+        _engine(step("mixed", [(3, 2), (0, 4)]), num_layers=3, page_size=2),
+        "the same in a prefill batch behind a hit",
+    ),
+    "decode_of_2049": (
+        _engine(decode(2049, 5), page_size=16),
+        "a length that float16 rounds to 2048",
+    ),
+    "hit_of_2048": (
+        _engine(step("prefill", [(2048, 3), (0, 5)]), page_size=16),
+        "lengths that float16 does not hold, in a prefill batch",
+    ),
+    "page_ids_above_int16_decode": (
+        _engine(decode(3, 5), **_POOL),
+        "page ids above 32,767: int16 holds none of them",
+    ),
+    "page_ids_above_int16_prefill": (
+        _engine(step("mixed", [(3, 2), (0, 4)]), **_POOL),
+        "the same in a prefill batch, which stores several tokens there",
+    ),
+    "two_of_four_share_page_1": (
+        _engine(_borrowing("decode", (6, 1, 0), (7, 1, 5), (6, 1, 2), (8, 1, 0)), placement="scattered"),
+        "the first two share more than the third does, the fourth shares nothing",
+    ),
+    "two_of_four_share_page_16": (
+        _engine(
+            _borrowing("decode", (40, 1, 0), (33, 1, 32), (35, 1, 16), (47, 1, 0)),
+            page_size=16,
+            placement="scattered",
+        ),
+        "the same in whole pages of 16",
+    ),
+    "two_of_three_share_prefill": (
+        _engine(
+            _borrowing("prefill", (16, 5, 0), (18, 3, 16), (17, 4, 0)),
+            heads=_SMALL,
+            page_size=16,
+            placement="scattered",
+        ),
+        "prompts: the third one has as many stored tokens as the two that share theirs",
+    ),
+    "row_and_lengths_of_one_who_left": (
+        _engine(
+            Step((Request(2, 1),), "decode", "decode"),
+            Step((Request(2, 1, 1),), "decode", "decode", finished=(0,)),
+            placement="scattered",
+            session=True,
+        ),
+        "another request, in the row and with the lengths of the one before, in other pages",
+    ),
+    "kernel_pages_of_32": (
+        _kernel([(1, 40), (1, 64), (1, 65)], page_size=32, placement="reversed"),
+        "pages of 32: lengths within, at and above two of them",
+    ),
+    "kernel_three_on_pages_of_64": (
+        _kernel([(1, 65), (1, 130), (1, 100)], page_size=64, placement="scattered", spare_pages=1),
+        "three lengths, the longest in the middle, on large pages",
+    ),
+    "kernel_window_of_100_decode": (
+        _kernel([(1, 150), (1, 70), (1, 101)], page_size=16, mask=Mask(window=100)),
+        "a window longer than a tile of 64 keys, before and behind its edge",
+    ),
+    "kernel_window_of_100_prefill": (
+        _kernel([(130, 150), (3, 102), (8, 60)], page_size=16, mask=Mask(window=100)),
+        "the same over more rows than a tile of 128 has",
+    ),
+    "kernel_decode_of_2049": (
+        _kernel([(1, 2049), (1, 5)], page_size=16),
+        "a length that float16 rounds to 2048",
+    ),
+    "kernel_page_ids_above_int16": (
+        _kernel([(1, 3), (1, 5)], placement="reversed", spare_pages=32_800),
+        "page ids above 32,767: int16 holds none of them",
+    ),
+    "kernel_thirty_three_prompts": (
+        _kernel([(1 + i % 3, 3 + i % 4) for i in range(33)], page_size=2, placement="scattered"),
+        "more requests than buffers for 16 or 32 hold",
+    ),
+    "kernel_v_scale_alone": (
+        _kernel([(1, 9), (1, 4)], page_size=4, kv_dtype="float8_e4m3fn", v_scale=2.0),
+        "k_scale 1 beside another v_scale: one does not tell whether there is the other",
+    ),
+    "kernel_k_scale_alone": (
+        _kernel([(1, 9), (1, 4)], page_size=4, kv_dtype="float8_e4m3fn", k_scale=0.5),
+        "v_scale 1 beside another k_scale",
+    ),
+    **{name: named for dims in HEAD_DIMS for name, named in _of_head_dims(*dims).items()},
+}
+"""Case and what it is there for, by name."""
