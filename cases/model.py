@@ -25,10 +25,12 @@ ValueKind = Literal["needles", "zero_q", "constant_v", "one_hot_v", "extreme", "
 MAX_LEN = 1 << 20
 """Longest `kv_len` that a case may ask for, in tokens."""
 MAX_SPARE_PAGES = 1 << 16
+MAX_COUNT = 4096
+"""Most heads, slots of a page and dims of a head."""
 
 _CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _Length = Annotated[int, Field(ge=0, le=MAX_LEN)]
-_Count = Annotated[int, Field(ge=1, le=4096)]
+_Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -202,7 +204,7 @@ class Case:
     kv_dtype: KVDType | None = None
     k_scale: Annotated[float, Field(gt=0)] = 1.0
     v_scale: Annotated[float, Field(gt=0)] = 1.0
-    page_size: Annotated[int, Field(ge=1, le=4096)] = 1
+    page_size: _Count = 1
     layout: Layout = "NHD"
     placement: Placement = "sequential"
     spare_pages: Annotated[int, Field(ge=1, le=MAX_SPARE_PAGES)] = 2

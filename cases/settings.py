@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from cases.mix import LevelMix, spread
+from cases.model import MAX_COUNT
 from cases.wanted import Variant, Wanted
 
 _BYTE = 256
+_RARE, _OTHERS = 50, 8
 
 
 class Settings:
@@ -86,9 +88,9 @@ def _allowed(mix: LevelMix, wanted: Wanted) -> dict[str, list[tuple[Any, int]]]:
             for kind, weight in mix.batch
             if ("decode" if kind == "decode" else "prefill") in wanted.phases
         ],
-        "page_size": _among(mix.page_size, wanted.page_sizes),
+        "page_size": _declared(mix.page_size, wanted.page_sizes),
         "heads": _heads(mix, wanted),
-        "head_dims": _among(mix.head_dims, wanted.head_dims),
+        "head_dims": _declared(mix.head_dims, wanted.head_dims),
         "dtype": _among(mix.dtype, wanted.dtypes),
         "kv_dtype": [(d, weight) for d, weight in mix.kv_dtype if d is None or d in wanted.kv_dtypes],
         "kv_scales": list(mix.kv_scales),
@@ -127,6 +129,18 @@ def _among(table: Sequence[tuple[Any, int]], wanted: frozenset[Any] | None) -> l
         return list(table)
     kept = [(value, weight) for value, weight in table if value in wanted]
     return kept or [(value, 1) for value in sorted(wanted)]
+
+
+def _declared(table: Sequence[tuple[Any, int]], wanted: frozenset[Any] | None) -> list[tuple[Any, int]]:
+    """The same, and up to eight values that are wanted beyond the table, each a fiftieth as often as all of it."""
+    kept = _among(table, wanted)
+    others = sorted((wanted or frozenset()) - {value for value, _ in kept})
+    others = [one for one in others if (max(one) if isinstance(one, tuple) else one) <= MAX_COUNT]
+    if not others:
+        return kept
+    total = sum(weight for _, weight in kept)
+    rare = [(one, total) for one in others[:: -(-len(others) // _OTHERS)]]
+    return [*((value, weight * _RARE) for value, weight in kept), *rare]
 
 
 def _heads(mix: LevelMix, wanted: Wanted) -> list[tuple[Any, int]]:

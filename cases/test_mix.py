@@ -15,12 +15,21 @@ from cases.mix import MIX_FILE, default_mix, load_mix, spread
 
 def test_default_mix() -> None:
     for level in (default_mix().engine, default_mix().kernel):
-        assert {1, 2, 4, 16, 64, 256} <= {size for size, _ in level.page_size}
+        assert {1, 2, 4, 8, 16, 32, 64, 256} <= {size for size, _ in level.page_size}
         assert {1, 2, 4, 5, 7, 8} <= {qo // kv for (qo, kv), _ in level.heads}
         assert {"float16", "bfloat16", "float32"} == {dtype for dtype, _ in level.dtype}
         needles = dict(level.values)["needles"]
         assert needles > sum(weight for _, weight in level.values) / 2
         assert (level.max_requests, level.token_limit) == (8, 64)
+        assert {1, 16, 100} <= {window for window, _ in level.window}
+        assert {(1.0, 2.0), (0.5, 1.0), (0.5, 2.0)} <= {scales for scales, _ in level.kv_scales}
+
+
+def test_large_heads_are_a_small_share() -> None:
+    """A head of 256 costs four times what one of 64 does."""
+    for level in (default_mix().engine, default_mix().kernel):
+        large = sum(weight for (qk, _), weight in level.head_dims if qk > 128)
+        assert large / sum(weight for _, weight in level.head_dims) <= 0.05
 
 
 def test_long_cases_are_a_small_share() -> None:

@@ -61,9 +61,9 @@ def test_limits_hold(wanted: Wanted) -> None:
 
 
 COMMON = {
-    "page_size": [1, 2, 3, 4, 16, 64, 128, 256],
+    "page_size": [1, 2, 3, 4, 8, 16, 32, 64, 128, 256],
     "group_size": [1, 2, 4, 5, 7, 8],
-    "head_dim": ["64/64", "128/128"],
+    "head_dim": ["64/64", "80/80", "96/96", "128/128", "192/128", "256/256"],
     "dtype": ["float16", "bfloat16", "float32"],
     "placement": ["sequential", "reversed", "scattered"],
     "requests": [1, 2, 3, 4, 5, 6, 7, 8],
@@ -123,11 +123,30 @@ def test_everything_is_reached(wanted: Wanted) -> None:
                 assert count >= 0.0125 * reached.cases, f"{group} {name}: {count} of {reached.cases}"
 
 
-@pytest.mark.parametrize("page_size", [2, 3, 4, 16, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [2, 3, 4, 8, 16, 32, 64, 128, 256])
 def test_every_page_size_meets_its_borders(page_size: int) -> None:
     lengths = {r.kv_len for case in _drawn(ENGINE) if case.page_size == page_size for r in _requests(case)}
-    p = page_size
-    assert {p - 1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1} <= lengths | {0}
+    p, limit = page_size, MIX.engine.token_limit
+    borders = {p - 1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1}
+    if p < MIX.engine.long_page_size:
+        borders -= {n for n in borders if n > limit}
+    assert borders <= lengths | {0}
+
+
+@pytest.mark.parametrize("wanted", [ENGINE, KERNEL], ids=["engine", "kernel"])
+def test_what_is_wanted_beyond_the_mix_is_drawn(wanted: Wanted) -> None:
+    """Declared is tested: some values of the mix do not stand for those beside them."""
+    dims = frozenset({(64, 64), (128, 128), (112, 112), (192, 192), (5000, 5000)})
+    reached = _reached(replace(wanted, head_dims=dims, page_sizes=frozenset({16, 48, 1024, 8192})))
+    for group, names in {"page_size": (16, 48, 1024), "head_dim": ("64/64", "112/112", "192/192")}.items():
+        for name in names:
+            assert reached.count(group, name) >= 0.0125 * reached.cases, name
+    assert reached.count("head_dim", "64/64") >= 0.75 * reached.cases
+
+
+def test_many_values_beyond_the_mix_stay_rare() -> None:
+    reached = _reached(replace(ENGINE, page_sizes=frozenset(range(1, 5000))))
+    assert sum(reached.count("page_size", size) for size, _ in MIX.engine.page_size) >= 0.8 * reached.cases
 
 
 def test_hypothesis_draws_as_much() -> None:
