@@ -10,8 +10,8 @@ from typing import Any
 from cases.batches import decode, kernel, step
 from cases.model import Case, Heads, Kind, Mask, Request, Step
 
-HEAD_DIMS = ((80, 80), (96, 96), (192, 128), (256, 256))
-"""(qk, vo) that kernels are compiled for, beside 64 and 128."""
+HEAD_DIMS = ((80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+"""(qk, vo) that kernels are compiled for, beside 64."""
 _SMALL = Heads(2, 1)
 _SEED = 19
 """Draws neither a relation nor `capacity` (`conformance.checks`): one more execution each, of a large case."""

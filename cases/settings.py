@@ -134,13 +134,17 @@ def _among(table: Sequence[tuple[Any, int]], wanted: frozenset[Any] | None) -> l
 def _declared(table: Sequence[tuple[Any, int]], wanted: frozenset[Any] | None) -> list[tuple[Any, int]]:
     """The same, and up to eight values that are wanted beyond the table, each a fiftieth as often as all of it."""
     kept = _among(table, wanted)
-    others = sorted((wanted or frozenset()) - {value for value, _ in kept})
-    others = [one for one in others if (max(one) if isinstance(one, tuple) else one) <= MAX_COUNT]
+    known = {value for value, _ in kept}
+    others = sorted(one for one in wanted or () if one not in known and _largest(one) <= MAX_COUNT)
     if not others:
         return kept
     total = sum(weight for _, weight in kept)
     rare = [(one, total) for one in others[:: -(-len(others) // _OTHERS)]]
     return [*((value, weight * _RARE) for value, weight in kept), *rare]
+
+
+def _largest(value: int | tuple[int, ...]) -> int:
+    return value if isinstance(value, int) else max(value)
 
 
 def _heads(mix: LevelMix, wanted: Wanted) -> list[tuple[Any, int]]:
