@@ -69,7 +69,7 @@ class NothingTheSecondTime(Plain):
 
 
 class MakesNone(Plain):
-    def __new__(cls, *_: Any) -> Any:
+    def __new__(cls, *_: Any) -> Any:  # pyright: ignore[reportInconsistentConstructor]
         return None
 
 

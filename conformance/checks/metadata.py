@@ -23,7 +23,7 @@ from conformance.decode import (
     visible_keys,
 )
 from conformance.execution import LayerRun
-from conformance.fields import wrong_fields
+from conformance.fields import unasked, wrong_fields
 from conformance.outcome import Finding
 from conformance.trial import Trial
 from fakes.recorder import Attended, Call, TensorRecord
@@ -115,6 +115,10 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
         if not plainly:
             decoded += [(attended, span) for span in read_spans(attended, at)]
         found += _scalars(trial, attended, at, step)
+        found += [
+            Finding(check=NAME, step=step, layer=layer, field=field.field, message=field.message)
+            for field in unasked(call)
+        ]
     if plainly or _as_asked(trial, tensors, decoded):
         return found
     wrong = reading.compare(trial.case, tensors, decoded)
