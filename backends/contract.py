@@ -107,7 +107,10 @@ class KVPool(Protocol):
         ...
 
     def stored(self) -> None:
-        """Instead of `store_kv`: say that the backend itself has written this layer's k and v to `out_loc`."""
+        """Instead of `store_kv`: say that the backend itself has written this layer's k and v to `out_loc`.
+
+        What attends to them later in this layer then reads stored keys.
+        """
         ...
 
 
@@ -206,7 +209,8 @@ class Backend(Protocol):
         """Once per layer: store k and v, then attend.
 
         q `[num_tokens, num_qo_heads, head_dim_qk]`, k and v `[num_tokens, num_kv_heads, dim]`, in the engine's dtype
-        and on its device; returns `[num_tokens, num_qo_heads, head_dim_vo]`, the same dtype and device.
+        and on its device; returns `[num_tokens, num_qo_heads, head_dim_vo]`, the same dtype and device. The engine
+        uses it before the next layer: one buffer may serve all of them.
         """
         ...
 

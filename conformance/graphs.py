@@ -11,7 +11,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,6 +50,23 @@ class InputBuffers:
         self.q, self.k, self.v = (x.view(*lead, *shape) for x, shape in zip(parts, shapes, strict=True))
         self.positions = torch.zeros(max_bs, dtype=torch.int32, device=engine.device)
         self.out_loc = torch.zeros(max_bs, dtype=torch.int32, device=engine.device)
+
+
+def _share_memory(answers: list[Any]) -> bool:
+    """Whether two layers' answers lie in one piece of memory."""
+    storages = [{t.untyped_storage().data_ptr() for t in _tensors(answer)} for answer in answers]
+    return len(set[int]().union(*storages)) < sum(map(len, storages))
+
+
+def _copied(answer: Any) -> Any:
+    if isinstance(answer, tuple):
+        return tuple(_copied(part) for part in cast("tuple[Any, ...]", answer))
+    return answer.clone() if isinstance(answer, torch.Tensor) else answer
+
+
+def _tensors(answer: Any) -> list[torch.Tensor]:
+    parts = cast("tuple[Any, ...]", answer if isinstance(answer, tuple) else (answer,))
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 class GraphRunner:
@@ -118,14 +135,17 @@ class GraphRunner:
         )
         self._at("prepare_for_capture", size, -1)
         self.backend.prepare_for_capture(batch)
-        self._forward(batch, "warm_up")  # outside of the graph: whatever a kernel sets up when it first runs
+        warm = self._forward(
+            batch, "warm_up"
+        )  # outside of the graph: whatever a kernel sets up when it first runs
         graph = torch.cuda.CUDAGraph()
         with _garbage_kept(), torch.cuda.graph(graph, pool=self._pool):
-            self.outputs[size] = self._forward(batch, "capture")
+            self.outputs[size] = self._forward(batch, "capture", used_at_once=_share_memory(warm))
         self._pool = self._pool or graph.pool()
         self.graphs[size], self.batches[size] = graph, batch
 
-    def _forward(self, batch: Batch, what: str) -> list[Any]:
+    def _forward(self, batch: Batch, what: str, *, used_at_once: bool = False) -> list[Any]:
+        """`used_at_once`: copy each layer's answer before the next, which is given in the same memory."""
         backend: Any = self.backend
         size = len(batch.padded_reqs)
         forward = backend.forward_return_lse if self._with_lse else backend.forward
@@ -133,7 +153,8 @@ class GraphRunner:
         for layer in range(self.engine.num_layers):
             q, k, v = (x[layer, :size] for x in (self.inputs.q, self.inputs.k, self.inputs.v))
             self._at(what, size, layer)
-            answers.append(forward(q, k, v, layer, batch))
+            answer = forward(q, k, v, layer, batch)
+            answers.append(_copied(answer) if used_at_once else answer)
         return answers
 
     def size_for(self, num_reqs: int) -> int | None:

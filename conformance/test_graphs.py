@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from backends.contract import EngineContext
+from backends.fa import FlashAttentionBackend
 from cases.edges import EDGES
 from cases.model import Case, Phase, Request, Step
 from conformance.checks import graphs
@@ -29,12 +30,13 @@ from fakes.cuda import DeviceUnavailable
 from fakes.recorder import Span
 
 NAMES = ["torch", "fi", "fi-paged", "fa", "fa,fi"]
+ONE_BUFFER = f"{__name__}:OneBuffer"
 
 
 @pytest.fixture(scope="module")
 def askers() -> Iterator[dict[str, Asker]]:
     try:
-        with Session(NAMES, device_sim="full") as session:
+        with Session([*NAMES, ONE_BUFFER], device_sim="full") as session:
             yield {asker.spec.name: asker for asker in session.askers}
     except DeviceUnavailable as error:
         pytest.skip(str(error))
@@ -111,7 +113,7 @@ def test_a_padding_row_holds_an_earlier_batch_only_where_it_did(
     if read is not None:
         step, request, count = read
         slots = done.room.steps[step].placed.slots[request][:count]
-    spans = [ReadSpan(1, 1, slots, slots, Span(1, 2, slots), None)]
+    spans = [ReadSpan(np.array([1]), slots, slots, Span(1, 2, slots), None)]
     told = words.format(first=slots[0], dummy=done.room.dummy_slot)
     assert foreign(done, done.replays[at], spans) == f"row 1, which pads the batch, reads {told}"
 
@@ -204,3 +206,28 @@ def test_no_garbage_is_collected_while_a_capture_runs(
     assert Trial(Question(THREE_STEPS), askers["torch"]).graphs is not None
     assert collects == [False, False]
     assert gc.isenabled()
+
+
+class OneBuffer(FlashAttentionBackend):
+    """Every layer's output lies in one buffer; its metadata is known by another name, too."""
+
+    def prepare_metadata(self, batch: Any) -> None:
+        super().prepare_metadata(batch)
+        self.latest = batch.attn_metadata
+
+    def prepare_for_capture(self, batch: Any) -> None:
+        super().prepare_for_capture(batch)
+        self.latest = batch.attn_metadata
+
+    def forward(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any) -> Any:
+        out = super().forward(q, k, v, layer_id, batch)
+        if not hasattr(self, "buffer"):
+            self.buffer = torch.empty(256, *out.shape[1:], dtype=out.dtype, device=out.device)
+        return self.buffer[: len(out)].copy_(out)
+
+
+def test_one_buffer_for_all_layers_and_a_second_name_are_no_faults(askers: dict[str, Asker]) -> None:
+    trial = Trial(Question(THREE_STEPS), askers[ONE_BUFFER])
+    assert trial.graphs is not None
+    assert trial.graphs.replays
+    assert graphs.check(trial) == []
