@@ -186,7 +186,7 @@ def test_sinks_that_nobody_asked_for_are_named(session: Session, tmp_path: Path)
         return backend
 
     text = shown(replace(asker, spec=replace(asker.spec, factory=planted)), prefill((3, 1)), tmp_path)
-    assert text.count("flash_attn_with_kvcache is given sinks, which no case has") == 1
+    assert "metadata: step 0, layer 0: flash_attn_with_kvcache is given sinks, which no case has" in text
 
 
 def test_replay_line_holds_the_case_or_a_file_of_it(session: Session, tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ def _late(cls: type[Any], option: str) -> type[Any]:
             run = self.wrapper.run
 
             def forward(q: Any, kv: Any, **kw: Any) -> Any:
+                del self.wrapper.run  # forward_return_lse calls it
                 given = getattr(call, option)
                 if given is None:
                     return run(q, kv, **kw)
@@ -191,7 +192,7 @@ def _late(cls: type[Any], option: str) -> type[Any]:
             try:
                 return super().attend(replace(call, **{option: None}))
             finally:
-                del self.wrapper.run
+                vars(self.wrapper).pop("run", None)
 
     return Late
 
