@@ -57,6 +57,8 @@ class Header(Line):
     mode: Mode
     """How the fakes behaved."""
     seed: int
+    checks: list[str]
+    """Those that the run asks for."""
 
 
 class Problem(Line):

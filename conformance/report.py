@@ -52,6 +52,7 @@ def header(
     device: str,
     mode: Mode,
     seed: int,
+    checks: Sequence[str],
 ) -> Header:
     """A header about this process."""
     return Header(
@@ -69,6 +70,7 @@ def header(
         device=device,
         mode=mode,
         seed=seed,
+        checks=list(checks),
     )
 
 

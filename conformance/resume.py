@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 from conformance.lines import Header, Judged, Line
 from conformance.outcome import Finding, Verdict
 from conformance.report import ReportError, Resumed, parse_line
+
+_BEGINNING = b'{"kind":"header"'
 
 
 def resume(path: str | Path, header: Header) -> Resumed | None:
@@ -24,8 +27,10 @@ def resume(path: str | Path, header: Header) -> Resumed | None:
         raise ReportError(f"{path}: cannot be read ({error.strerror})") from None
     lines = _lines(data, str(path))
     first = next(lines, None)
-    if first is None:  # cut before its header was complete
-        return None
+    if first is None:
+        if _BEGINNING.startswith(data[: len(_BEGINNING)]):  # empty, or cut before its header was complete
+            return None
+        raise ReportError(f"{path}: does not begin with a header, so it is no report")
     if not isinstance(first[1], Header):
         raise ReportError(f"{path}: does not begin with a header, so it is no report")
     _require_same(first[1], header, str(path))
@@ -51,15 +56,34 @@ def _lines(data: bytes, path: str) -> Iterator[tuple[int, Line]]:
 
 
 def _require_same(old: Header, new: Header, path: str) -> None:
-    for name in ("version", "backends", "device", "mode", "seed", "torch"):
+    """What decides the verdicts, and which cases are drawn."""
+    for name in (
+        "version",
+        "backends",
+        "device",
+        "mode",
+        "seed",
+        "torch",
+        "numpy",
+        "hypothesis",
+        "python",
+        "checks",
+    ):
         then, now = getattr(old, name), getattr(new, name)
         if then != now:
-            raise ReportError(f"{path}: cannot be resumed: its {name} is {then!r}, this run's is {now!r}")
+            verb = "are" if name in {"backends", "checks"} else "is"
+            raise ReportError(
+                f"{path}: cannot be resumed: its {name} {verb} {_told(then)}, this run's {verb} {_told(now)}"
+            )
     libraries = [{name: (a.kind, a.version) for name, a in h.libraries.items()} for h in (old, new)]
     if libraries[0] != libraries[1]:
         raise ReportError(
             f"{path}: cannot be resumed: its libraries are {libraries[0]}, this run's are {libraries[1]}"
         )
+
+
+def _told(value: object) -> str:
+    return ", ".join(cast("list[str]", value)) if isinstance(value, list) else repr(value)
 
 
 def _verdict(line: Judged) -> Verdict:

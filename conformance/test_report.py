@@ -30,6 +30,7 @@ def head() -> lines.Header:
         device="cpu",
         mode="strict",
         seed=3,
+        checks=["values", "pool"],
     )
 
 

@@ -97,9 +97,27 @@ def test_other_run_is_refused(whole: str, capsys: pytest.CaptureFixture[str]) ->
     )
     assert main([*RUN, "--resume"]) == 2
     assert "its libraries are {'flashinfer': ('real', '9.9')}, this run's are " in capsys.readouterr().err
-    Path("r.jsonl").write_text(whole.partition("\n")[2])
+    for other in (whole.partition("\n")[2], "my notes", "my notes\r", "\n", '{"kind": "case"}'):
+        Path("r.jsonl").write_text(other, newline="")
+        assert main([*RUN, "--resume"]) == 2
+        assert "r.jsonl" in capsys.readouterr().err
+        assert Path("r.jsonl").read_bytes() == other.encode()
+
+
+def test_other_checks_are_refused(whole: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--check", "pool", "--resume"]) == 2
+    assert capsys.readouterr().err == (
+        "conformance: error: r.jsonl: cannot be resumed: its checks are values, this run's are values, pool\n"
+    )
+    assert Path("r.jsonl").read_text() == whole
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "hypothesis", "python"])
+def test_other_releases_are_refused(name: str, whole: str, capsys: pytest.CaptureFixture[str]) -> None:
+    head, _, rest = whole.partition("\n")
+    Path("r.jsonl").write_text(f"{json.dumps({**json.loads(head), name: '0.1'})}\n{rest}")
     assert main([*RUN, "--resume"]) == 2
-    assert "does not begin with a header" in capsys.readouterr().err
+    assert f"r.jsonl: cannot be resumed: its {name} is '0.1', this run's is " in capsys.readouterr().err
 
 
 def test_report_is_still_complete(whole: str) -> None:

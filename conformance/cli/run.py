@@ -103,6 +103,7 @@ def main(args: argparse.Namespace) -> int:
             device=session.device,
             mode=args.mode,
             seed=args.seed,
+            checks=[name for name in CHECKS if name in (args.checks or CHECKS)],
         )
         resumed = resume(args.report, head) if args.resume else None
         writer = stack.enter_context(report.Writer(args.report, head, resumed)) if args.report else None

@@ -91,6 +91,7 @@ def inject(
                 device=session.device,
                 mode=session.mode,
                 seed=0,
+                checks=["values"],
             )
             with report.Writer(path, head) as writer:
 
