@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from backends.libraries import LibraryError
-from backends.registry import BackendError, names
+from backends.registry import BackendError, BackendSpec, names
+from cases.codec import digest, short
 from cases.errors import CaseError
 from cases.model import Case
 from cases.traces import batches, describe, read_trace
@@ -62,6 +63,21 @@ def require_checks(named: Sequence[str]) -> None:
             near = difflib.get_close_matches(name, CHECKS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UsageError(f"unknown check {name!r}{hint} (known: {', '.join(CHECKS)})")
+
+
+def require_level(cases: Iterable[Case], specs: Iterable[BackendSpec]) -> None:
+    """Make sure that each case is of the level of some backend: the others are not asked it.
+
+    Raises:
+        UsageError: one is of another level than all of them.
+    """
+    levels = {spec.level for spec in specs}
+    for case in cases:
+        if case.level not in levels:
+            raise UsageError(
+                f"case {short(digest(case))} is of level {case.level}, and every backend that is asked is of level "
+                f"{' or '.join(sorted(levels))}"
+            )
 
 
 @dataclass(frozen=True)

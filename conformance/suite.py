@@ -10,7 +10,14 @@ from typing import Literal
 
 from backends.libraries import LibraryKind
 from conformance.campaign import Campaign
-from conformance.choices import TraceBatches, chosen_backends, left_out, trace_batches
+from conformance.choices import (
+    TraceBatches,
+    UsageError,
+    chosen_backends,
+    left_out,
+    require_level,
+    trace_batches,
+)
 from conformance.isolation.session import IsolatedSession, open_session
 from conformance.jit.choose import DEFAULT_VARIANTS
 from conformance.matrix import matrix
@@ -71,6 +78,11 @@ class Results:
         )
         self._open = ExitStack()
         session = self._open.enter_context(self._session())
+        try:
+            require_level(self._trace.cases, session.specs)
+        except UsageError:
+            self._open.close()
+            raise
         self._isolated = session if isinstance(session, IsolatedSession) else None
         self.device = session.device
         if self._isolated is None:

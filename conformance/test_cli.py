@@ -147,6 +147,19 @@ def test_run_of_a_case_file_and_of_a_trace(capsys: pytest.CaptureFixture[str], h
     assert "page_size   1: 2  4: 5" in said
 
 
+def test_case_of_another_level_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    kernel = '{"level":"kernel","steps":[{"requests":[{"qo_len":1,"kv_len":4}]}]}'
+    assert re.fullmatch(
+        "case [0-9a-f]{8} is of level kernel, and every backend that is asked is of level engine",
+        sentence(capsys, "run", "--backend", "torch", "--case", kernel),
+    )
+    assert "is of level engine, and every" in sentence(
+        capsys, "run", "--backend", "kernel:fa-varlen", "--trace", str(TRACE)
+    )
+    argv = ["run", "--backend", "torch", "--backend", "kernel:fa-varlen", "--case", kernel]
+    assert main([*argv, "--check", "values"]) == 0
+
+
 def test_backends_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["backends"]) == 0
     listed = capsys.readouterr().out

@@ -10,10 +10,12 @@ from typing import cast
 import pytest
 import torch
 
+import cases
 from conformance import plugin
 from conformance.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
+TRACE = str(Path(cases.__file__).parent / "testdata" / "azure_tiny.csv")
 
 MINE = """
 from backends.torch_sdpa import TorchBackend
@@ -116,6 +118,14 @@ def test_wrong_usage_is_told_in_one_sentence(
         plugin.results(cast("pytest.Config", Options(here, **{option: value})))
     assert str(caught.value).startswith(sentence)
     assert "\n" not in str(caught.value)
+
+
+def test_trace_for_kernel_adapters_alone_is_wrong_usage(here: Path) -> None:
+    options = Options(here, backend=["kernel:fa-varlen"], trace_file=TRACE)
+    with pytest.raises(pytest.UsageError, match="is of level engine, and every backend that is asked is of"):
+        plugin.results(cast("pytest.Config", options))
+    with Session(["torch"]):
+        pass  # the other one is closed
 
 
 @pytest.mark.parametrize(

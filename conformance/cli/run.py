@@ -17,6 +17,7 @@ from conformance.choices import (
     chosen_backends,
     left_out,
     require_checks,
+    require_level,
     trace_batches,
 )
 from conformance.cli.progress import Progress
@@ -96,6 +97,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--resume is about a report: it needs --report FILE")
     with ExitStack() as stack:
         session = stack.enter_context(open_session(names, **session_options(args)))
+        require_level([*given, *trace.cases], session.specs)
         head = report.header(
             command=sys.argv,
             backends=names,
