@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from backends.contract import Capabilities, EngineContext
+from backends.declaration import undeclarable, without_any
 from backends.waivers import Waiver, WaiverError, waivers_of
 
 ENTRY_POINTS = "conformance.backends"
@@ -128,18 +129,14 @@ def capabilities_of(cls: type) -> Capabilities:
     """The declaration of a backend class, or the default one.
 
     Raises:
-        BackendError: `capabilities` is no `Capabilities` or names an unknown level or LSE base.
+        BackendError: `capabilities` is no `Capabilities`, or a field of it is none that it may be.
     """
-    caps = getattr(cls, "capabilities", None)
-    if caps is None:
-        return Capabilities()
+    caps = getattr(cls, "capabilities", Capabilities())
     where = f"{cls.__module__}:{cls.__qualname__}.capabilities"
     if not isinstance(caps, Capabilities):
         raise BackendError(f"{where} is a {type(caps).__name__}, expected a backends.contract.Capabilities")
-    if caps.level not in METHODS:
-        raise BackendError(f"{where}.level is {caps.level!r}, expected 'engine' or 'kernel'")
-    if caps.lse not in (None, "e", "2"):
-        raise BackendError(f"{where}.lse is {caps.lse!r}, expected None, 'e' or '2'")
+    if wrong := undeclarable(caps):
+        raise BackendError(f"{where}.{wrong}")
     return caps
 
 
@@ -210,15 +207,17 @@ def _check(name: str, cls: Any) -> BackendSpec:
             )
     try:
         inspect.signature(cls).bind(object())
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a class that is no Python code's
         raise BackendError(
             f"backend {name!r}: class {cls.__qualname__} cannot be made from one EngineContext: {error}"
         ) from error
+    if not callable(getattr(cls, "environment", dict)):
+        raise BackendError(f"backend {name!r}: {cls.__qualname__}.environment is not callable")
     refuses = getattr(cls, "refuses", False)
     if not isinstance(refuses, bool):
         raise BackendError(f"backend {name!r}: {cls.__qualname__}.refuses is {refuses!r}, expected a bool")
     try:
-        waivers = waivers_of(name, getattr(sys.modules[cls.__module__], "__file__", None))
+        waivers = waivers_of(name, getattr(sys.modules.get(cls.__module__), "__file__", None))
     except WaiverError as error:
         raise BackendError(f"backend {name!r}: {error}") from None
     return BackendSpec(name, cls, caps, refuses, waivers)
@@ -234,10 +233,13 @@ def _hybrid(prefill: BackendSpec, decode: BackendSpec) -> BackendSpec:
     def factory(engine: EngineContext) -> HybridBackend:
         return HybridBackend(prefill.factory(engine), decode.factory(engine))
 
+    name, both = f"{prefill.name},{decode.name}", meet(prefill.capabilities, decode.capabilities)
+    if missing := without_any(both):
+        raise BackendError(f"backend {name!r}: its parts declare no {missing} in common")
     return BackendSpec(
-        f"{prefill.name},{decode.name}",
+        name,
         factory,
-        meet(prefill.capabilities, decode.capabilities),
+        both,
         prefill.refuses and decode.refuses,
         prefill.waivers + decode.waivers,
     )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ import torch
 from backends import registry
 from backends.contract import Backend, Capabilities, KernelAdapter
 from backends.hybrid import HybridBackend, meet
-from backends.registry import BackendError, describe, names, resolve
+from backends.registry import BackendError, describe, names, resolve, spec_of
 from backends.test_support import make_batch, small_engine
+from backends.torch_sdpa import TorchBackend
 from cases.model import Phase
 from cases.wanted import Variant
 
@@ -219,6 +221,79 @@ def test_bad_name_gets_one_sentence(
     with pytest.raises(BackendError, match=sentence) as caught:
         resolve(name)
     assert "\n" not in str(caught.value)
+
+
+COUNTS = "a frozenset of ints from 1 to 4096 or None"
+PAIRS = r"a frozenset of pairs \(qk, vo\) of ints from 1 to 4096 or None"
+
+
+@pytest.mark.parametrize(
+    ("declared", "sentence"),
+    [
+        (
+            {"dtypes": {"fp16"}},
+            "dtypes holds 'fp16', expected a frozenset of 'float16', 'bfloat16' or 'float32'",
+        ),
+        ({"dtypes": {torch.float16}}, "dtypes holds torch.float16, expected a frozenset of 'float16', "),
+        ({"dtypes": set()}, "dtypes is empty, expected a frozenset of at least one of 'float16', "),
+        ({"phases": {"prefil"}}, "phases holds 'prefil', expected a frozenset of 'prefill' or 'decode'"),
+        ({"phases": set()}, "phases is empty, expected "),
+        ({"library": {"flashinfr"}}, "library holds 'flashinfr', expected a frozenset of 'flashinfer' or "),
+        ({"library": "flashinfer"}, "library is 'flashinfer', expected a frozenset of 'flashinfer' or "),
+        (
+            {"kv_dtypes": {"fp8"}},
+            "kv_dtypes holds 'fp8', expected a frozenset of 'float8_e4m3fn' or 'float8_e5m2'",
+        ),
+        ({"page_sizes": {"16"}}, f"page_sizes holds '16', expected {COUNTS}"),
+        ({"page_sizes": {0}}, f"page_sizes holds 0, expected {COUNTS}"),
+        ({"page_sizes": {True}}, f"page_sizes holds True, expected {COUNTS}"),
+        ({"page_sizes": [16]}, rf"page_sizes is \[16\], expected {COUNTS}"),
+        ({"layouts": {"nhd"}}, "layouts holds 'nhd', expected a frozenset of 'NHD' or 'HND'"),
+        ({"head_dims": {64}}, f"head_dims holds 64, expected {PAIRS}"),
+        ({"head_dims": {(5000, 5000)}}, rf"head_dims holds \(5000, 5000\), expected {PAIRS}"),
+        ({"group_sizes": "4"}, f"group_sizes is '4', expected {COUNTS}"),
+        ({"lse": []}, r"lse is \[\], expected None, 'e' or '2'"),
+        ({"empty_lse": "foo"}, "empty_lse is 'foo', expected '-inf' or 'sentinel'"),
+        ({"window": 1}, "window is 1, expected True or False"),
+        ({"host_reads": -1}, "host_reads is -1, expected an int from 0 on, None or 'auto'"),
+        ({"variants": (3,)}, r"variants is \(3,\), expected a tuple of cases.wanted.Variant"),
+        (
+            {"variants": (Variant(dtype="half"),)},
+            "variants: dtype is 'half', expected 'float16', 'bfloat16' or ",
+        ),
+    ],
+)
+def test_declaration_that_means_nothing_is_refused(declared: dict[str, Any], sentence: str) -> None:
+    values: dict[str, Any] = {
+        name: frozenset(value) if isinstance(value, set) else value for name, value in declared.items()
+    }
+
+    mine = type("Mine", (TorchBackend,), {"capabilities": Capabilities(**values), "__module__": "mine"})
+    with pytest.raises(BackendError, match=f"^mine:Mine.capabilities.{sentence}") as caught:
+        spec_of(mine)
+    assert "\n" not in str(caught.value)
+
+
+def test_class_of_no_module_is_a_backend() -> None:
+    assert spec_of(type("Nowhere", (TorchBackend,), {"__module__": "nowhere"})).name == "nowhere:Nowhere"
+
+
+def test_class_without_signature_is_refused() -> None:
+    methods = {name: getattr(TorchBackend, name) for name in ("prepare_metadata", "forward")}
+    with pytest.raises(BackendError, match="class Int cannot be made from one EngineContext: no signature"):
+        spec_of(type("Int", (int,), methods))
+
+
+def test_hybrid_of_parts_with_nothing_in_common_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = "".join(
+        f"class {dtype.title()}(Good):\n    capabilities = Capabilities(dtypes=frozenset({{{dtype!r}}}))\n"
+        for dtype in ("float16", "bfloat16")
+    )
+    module(tmp_path, monkeypatch, f"from backends.contract import Capabilities\n{GOOD}{lines}")
+    with pytest.raises(BackendError, match="mine:Bfloat16': its parts declare no dtypes in common"):
+        resolve("mine:Float16,mine:Bfloat16")
 
 
 def test_module_that_fails_says_why_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

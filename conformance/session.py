@@ -6,15 +6,15 @@ import gc
 import importlib
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 from threadpoolctl import threadpool_limits  # pyright: ignore[reportMissingTypeStubs]
 
-from backends.libraries import DISTRIBUTIONS, Answer, LibraryKind, answered, use
-from backends.registry import BackendSpec, resolve, spec_of
+from backends.libraries import DISTRIBUTIONS, Answer, LibraryError, LibraryKind, answered, use
+from backends.registry import BackendError, BackendSpec, resolve, spec_of
 from conformance.jit.choose import DEFAULT_VARIANTS, modules_for, narrowed
 from conformance.machine import GPU, Machine
 from conformance.question import large_answers_on
@@ -92,13 +92,29 @@ class Session:
                 device = Machine(simulation)
             machine = device if on_device and device is not None else Machine(None)
             self.askers.append(Asker(spec, machine, self.mode))
-        for spec in self.specs:  # of an engine: its import, and the releases that it pins
-            environment = getattr(spec.factory, "environment", None)
-            if environment is not None:
-                self._stack.enter_context(environment())
+        for spec in self.specs:
+            self._enter_environment(spec)
         for library in sorted(self._needed & DISTRIBUTIONS.keys()):
             importlib.import_module(library)  # which one answers must be known before anything is asked
         self.libraries = answered()
+
+    def _enter_environment(self, spec: BackendSpec) -> None:
+        """Of an engine: its import, and the releases that it pins."""
+        environment = getattr(spec.factory, "environment", None)
+        if environment is None:
+            return
+        where = f"backend {spec.name!r}: its environment"
+        try:
+            entered = environment()
+            if isinstance(entered, AbstractContextManager):
+                self._stack.enter_context(cast("AbstractContextManager[object]", entered))
+                return
+        except (BackendError, LibraryError, cuda.DeviceUnavailable):
+            raise
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise BackendError(f"{where} raised {type(error).__name__}: {reason}") from error
+        raise BackendError(f"{where} is a {type(entered).__name__}, expected a context manager")
 
     def _open_gpu(self) -> Machine:
         gpu = GPU()

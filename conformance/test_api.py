@@ -109,6 +109,28 @@ def test_bad_backends_are_refused() -> None:
         conformance.check("tosch")
 
 
+class Absent(TorchBackend):
+    @classmethod
+    def environment(cls) -> Any:
+        raise RuntimeError("no engine here\nat all")
+
+
+class NoContext(TorchBackend):
+    @classmethod
+    def environment(cls) -> Any:
+        return None
+
+
+def test_bad_environment_is_told_in_one_sentence() -> None:
+    name = f"backend '{__name__}:Absent': its environment "
+    with pytest.raises(BackendError, match=f"^{name}raised RuntimeError: no engine here$"), Session([Absent]):
+        pass
+    with pytest.raises(BackendError, match="is a NoneType, expected a context manager"), Session([NoContext]):
+        pass
+    with Session([Right]):
+        pass
+
+
 def test_number_of_threads_is_restored() -> None:
     before = torch.get_num_threads()
     with Session(["torch"]):
