@@ -21,6 +21,8 @@ from fakes import releases
 
 DEFAULT_CASES = 2000
 LIBRARIES = ("flashinfer", "sgl_kernel")
+Foreseen = Mapping[LibraryCall, Seen]
+"""What the fakes did with the same calls: those that crash come last."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help="compare: two files that observe wrote")
     parser.add_argument("--cases", type=at_least(1), default=DEFAULT_CASES, metavar="N", help="random calls")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random calls (default: 0)")
+    parser.add_argument(
+        "--seed", type=at_least(0), default=0, metavar="S", help="of the random calls (default: 0)"
+    )
     parser.add_argument("--library", choices=("fake", "real"), default="real", help="observe: which kind")
     parser.add_argument(
         "--library-version",
@@ -84,15 +88,27 @@ def main(args: argparse.Namespace) -> int:
         return _tell(compare(*(record.read(path) for path in args.files)), lambda found: found)
     if args.files:
         raise UsageError(f"{args.action} takes no files, got {args.files[0]}")
+    if args.action == "observe" and not args.out:
+        raise UsageError("observe needs --out FILE")
+    record.require_writable(*_written(args))
     versions = dict.fromkeys(libraries, "") | _versions(args.library_version, libraries)
     drawn = [] if args.ask == "rules" else list(dict.fromkeys(calls(args.cases, args.seed, entries)))
+    expected = record.read(args.expected).calls if args.expected else None
     try:
         if args.action == "compile":
             _real(args, [], versions, {}, rules=False)
             return 0
-        return (_observe if args.action == "observe" else _both)(args, drawn, versions)
+        return (_observe if args.action == "observe" else _both)(args, drawn, versions, expected)
     except WorkerError as error:
         raise UsageError(str(error)) from error
+
+
+def _written(args: argparse.Namespace) -> list[str]:
+    """The files that this command is going to write."""
+    if not args.out or args.action == "compile":
+        return []
+    ends = {"observe": ("",), "both": (".fake", ".other" if args.against else ".real")}
+    return [f"{args.out}{end}" for end in ends[args.action]]
 
 
 def _entries(wanted: list[str]) -> tuple[str, ...]:
@@ -140,25 +156,21 @@ def _fake(args: argparse.Namespace, drawn: list[LibraryCall], versions: Mapping[
     return run.observe_fakes(drawn, versions, rules=args.ask != "calls", seed=args.seed)
 
 
-def _observe(args: argparse.Namespace, drawn: list[LibraryCall], versions: dict[str, str]) -> int:
-    if not args.out:
-        raise UsageError("observe needs --out FILE")
+def _observe(
+    args: argparse.Namespace, drawn: list[LibraryCall], versions: dict[str, str], expected: Foreseen | None
+) -> int:
     if args.library == "fake":
         seen = _fake(args, drawn, _known(versions))
     else:
-        seen = _real(args, drawn, versions, _expected(args, drawn, versions), keep=args.out)
+        foreseen = _foreseen(drawn, versions) if expected is None else expected
+        seen = _real(args, drawn, versions, foreseen, keep=args.out)
     record.write(args.out, seen)
     print(f"{seen.name}: {len(seen.calls)} calls and {len(seen.rules)} rules in {args.out}\n")
     print(report.table(seen))
     return 0
 
 
-def _expected(
-    args: argparse.Namespace, drawn: list[LibraryCall], versions: Mapping[str, str]
-) -> Mapping[LibraryCall, Seen]:
-    """What the fakes foresee, so that calls that crash come last."""
-    if args.expected:
-        return record.read(args.expected).calls
+def _foreseen(drawn: list[LibraryCall], versions: Mapping[str, str]) -> Foreseen:
     return run.observe_fakes(drawn, _nearest(versions), rules=False).calls
 
 
@@ -166,7 +178,7 @@ def _real(
     args: argparse.Namespace,
     drawn: list[LibraryCall],
     versions: Mapping[str, str],
-    expected: Mapping[LibraryCall, Seen],
+    expected: Foreseen,
     *,
     rules: bool | None = None,
     keep: str | None = None,
@@ -183,14 +195,17 @@ def _real(
     )
 
 
-def _both(args: argparse.Namespace, drawn: list[LibraryCall], versions: dict[str, str]) -> int:
+def _both(
+    args: argparse.Namespace, drawn: list[LibraryCall], versions: dict[str, str], expected: Foreseen | None
+) -> int:
     if args.against:
         fakes = _known(versions)
         others = fakes | _known(_versions(args.against, list(versions)))
         fake, other = _fake(args, drawn, fakes), _fake(args, drawn, others)
     else:
         keep = f"{args.out}.real" if args.out else None
-        other = _real(args, drawn, versions, _expected(args, drawn, versions), keep=keep)
+        foreseen = _foreseen(drawn, versions) if expected is None else expected
+        other = _real(args, drawn, versions, foreseen, keep=keep)
         if keep:
             record.write(keep, other)
         fake = _fake(args, drawn, _nearest(other.versions))

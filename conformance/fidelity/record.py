@@ -53,6 +53,22 @@ def _head(seen: Observations) -> Mapping[str, Any]:
     return {"format": FORMAT, "kind": seen.kind, "versions": seen.versions, "seed": seen.seed}
 
 
+def require_writable(*paths: str) -> None:
+    """Make sure that files can be written, before hours go into what is to be in them. What they hold stays.
+
+    Raises:
+        UsageError: one cannot.
+    """
+    for path in paths:
+        new = not Path(path).exists()
+        try:
+            Path(path).open("a").close()
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
+        if new:
+            Path(path).unlink()
+
+
 def write(path: str | Path, seen: Observations) -> None:
     """Write a file that `read` reads."""
     with Path(path).open("w") as file:
@@ -75,19 +91,32 @@ def read(path: str | Path) -> Observations:
         UsageError: no such file, another format, or it was cut before its footer.
     """
     try:
-        lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-        head, *body, foot = cast("list[dict[str, Any]]", lines)
-        if head["format"] != FORMAT:
-            raise UsageError(f"{path} has format {head['format']}, this release reads {FORMAT}")
-        seen = Observations(head["kind"], head["versions"], head["seed"])
-        for line in body:
-            if "rule" in line:
-                kind, detail, *errors = line["seen"]
-                seen.rules[line["rule"]] = Observation(kind, detail, tuple(errors))
-            else:
-                seen.calls[from_json(line["call"])] = Seen.from_json(line["seen"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no file of observations: {type(error).__name__}: {error}") from error
-    if not foot.get("done") or (foot["calls"], foot["rules"]) != (len(seen.calls), len(seen.rules)):
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: is not UTF-8 text") from None
+    try:
+        head, *body, foot = cast("list[dict[str, Any]]", [json.loads(line) for line in text.splitlines()])
+        form = head["format"]
+        seen = _observations(head, body) if form == FORMAT else Observations("", {})
+        whole = foot.get("done") and (foot["calls"], foot["rules"]) == (len(seen.calls), len(seen.rules))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{path} is no file of observations: {type(error).__name__}: {reason}") from error
+    if form != FORMAT:
+        raise UsageError(f"{path} has format {form!r}, this release reads {FORMAT}")
+    if not whole:
         raise UsageError(f"{path} ends before its footer: the run that wrote it was cut")
+    return seen
+
+
+def _observations(head: Mapping[str, Any], body: Iterable[Mapping[str, Any]]) -> Observations:
+    seen = Observations(head["kind"], head["versions"], head["seed"])
+    for line in body:
+        if "rule" in line:
+            kind, detail, *errors = line["seen"]
+            seen.rules[line["rule"]] = Observation(kind, detail, tuple(errors))
+        else:
+            seen.calls[from_json(line["call"])] = Seen.from_json(line["seen"])
     return seen

@@ -230,9 +230,17 @@ def test_command_lists_variants(capsys: pytest.CaptureFixture[str]) -> None:
         (["--library-version", "torch=1"], "must be flashinfer or sgl_kernel"),
         (["--against", "flashinfer=0.1"], "no fake of flashinfer 0.1"),
         (["both", "file"], "both takes no files"),
+        (["observe", "--out", "nowhere/f"], "nowhere/f: cannot be written (No such file or directory)"),
+        (["observe", "--out", "."], ".: cannot be written (Is a directory)"),
+        (["--out", "nowhere/f"], "nowhere/f.fake: cannot be written (No such file or directory)"),
+        (["--expected", "nowhere"], "nowhere: cannot be read (No such file or directory)"),
+        (["--seed", "-3"], "--seed: must be at least 0, got -3"),
     ],
 )
-def test_wrong_usage_is_told(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_told(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "observe_fakes", None)  # nothing is computed before
     assert main(["fidelity", *argv]) == 2
     assert words in capsys.readouterr().err
 

@@ -178,3 +178,34 @@ def test_a_file_that_was_cut_is_refused(tmp_path: Path, cut: int) -> None:
     (tmp_path / "file").write_text("\n".join(lines[:-cut]))
     with pytest.raises(UsageError):
         record.read(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"format":1}\n{"done":true,"calls":0,"rules":0}\n', "has format 1, this release reads 2"),
+        ("[1]\n[2]\n", "is no file of observations: TypeError: "),
+        ("", "is no file of observations: ValueError: "),
+        ("[" * 100_000, "is no file of observations: RecursionError: "),
+        ("\udcff", "is not UTF-8 text"),
+        (None, "cannot be read (No such file or directory)"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str | None, sentence: str) -> None:
+    if text is not None:
+        (tmp_path / "file").write_text(text, errors="surrogateescape")
+    with pytest.raises(UsageError) as caught:
+        record.read(tmp_path / "file")
+    assert (
+        str(caught.value)
+        .replace(": ", " ", 1)
+        .startswith(f"{tmp_path / 'file'} {sentence}".replace(": ", " ", 1))
+    )
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_can_be_written_are_left_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("kept")
+    record.require_writable(str(tmp_path / "old"), str(tmp_path / "new"))
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").read_text() == "kept"

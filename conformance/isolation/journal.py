@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from cases.codec import SHOWN_DIGITS, digest, load, save
 from cases.errors import CaseError
+from conformance.choices import UsageError
 
 
 class Journal:
@@ -24,6 +26,23 @@ class Journal:
         data = f'{{"why": {why}, "case": {case_json}}}\n'.encode()
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
+
+
+def require_writable(folder: Path) -> None:
+    """Make sure that workers can keep their cases in `folder/running`.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    running = folder / "running"
+    try:
+        running.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=running).close()
+    except OSError as error:
+        raise UsageError(
+            f"{running}: cannot be written ({error.strerror}), and with --isolate the case that runs is kept there: "
+            "run in another folder or with --no-isolate"
+        ) from None
 
 
 def running_file(folder: Path, slot: int) -> Path:

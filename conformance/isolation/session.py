@@ -13,6 +13,7 @@ from backends.registry import BackendSpec
 from cases.model import Case
 from conformance.gpu import require_gpu_elsewhere
 from conformance.isolation.deadlines import DEFAULT_CASE, Deadlines
+from conformance.isolation.journal import require_writable
 from conformance.isolation.messages import ReadBack, Setup, Task
 from conformance.isolation.pool import Pool
 from conformance.isolation.verdicts import cost_its_process
@@ -55,11 +56,12 @@ class IsolatedSession:
             options={"library": library, "mode": mode, **options},
         )
         self.mode: Mode = mode
+        self._folder = Path(folder)
         self.pool = Pool(
             setup,
             workers=workers,
             deadlines=Deadlines(case=DEFAULT_CASE if deadline is None else deadline),
-            folder=Path(folder),
+            folder=self._folder,
         )
         self.specs: list[BackendSpec] = []
         self.askers: list[WorkerAsker] = []
@@ -70,6 +72,7 @@ class IsolatedSession:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.callback(self.pool.close)
+            require_writable(self._folder)
             ready = self.pool.open()
             self._stack = stack.pop_all()
         self.specs, self.mode = list(ready.backends), ready.mode

@@ -45,6 +45,15 @@ def test_what_the_worker_cannot_have_is_wrong_usage(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.startswith("conformance: error: unknown backend 'tosch'; did you mean ")
 
 
+def test_folder_that_cannot_be_written_is_wrong_usage(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / ".conformance").touch()
+    assert main(["replay", "--backend", "torch", "--isolate", CASE]) == 2
+    assert capsys.readouterr().err == (
+        "conformance: error: .conformance/running: cannot be written (Not a directory), and with --isolate the case "
+        "that runs is kept there: run in another folder or with --no-isolate\n"
+    )
+
+
 def test_options_make_sense(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, sentence in (
         (["--deadline", "0"], "--deadline: must be more than 0, got 0"),
