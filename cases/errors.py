@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,6 +50,12 @@ def check_json(text: str, name: str) -> None:
         raise CaseError(f"{name}: is not JSON: {_lowered(error.msg)} at {at}") from None
     except RecursionError:
         raise CaseError(f"{name}: is nested too deeply") from None
+    except CaseError:
+        raise
+    except ValueError:  # of `int`, which reads no more
+        raise CaseError(
+            f"{name}: holds a number of more than {sys.get_int_max_str_digits()} digits"
+        ) from None
 
 
 def unknown_key(key: str, known: Iterable[str], place: str = "") -> str:
@@ -73,6 +80,8 @@ def explain(error: ValidationError, known_keys: Callable[[Sequence[str | int]], 
     if kind in ("value_error", "assertion_error"):
         text = str(first.get("ctx", {}).get("error", first["msg"]))
         return f"{where}: {text}" if where else text
+    if kind == "json_invalid":  # say, half of a surrogate pair
+        return f"is not JSON: {first.get('ctx', {}).get('error', first['msg'])}"
     rule = _rule(kind, first.get("ctx", {}))
     got = len(first["input"]) or "none" if kind in ("too_short", "too_long") else _shown(first["input"])
     text = f"must {rule}, got {got}" if rule else _lowered(first["msg"])

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, cast
 from pydantic import ConfigDict, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
+from cases.limits import check_size
 from cases.session_rules import check_session
 
 DType = Literal["float16", "bfloat16", "float32"]
@@ -28,8 +29,15 @@ MAX_SPARE_PAGES = 1 << 16
 MAX_COUNT = 4096
 """Most heads, slots of a page and dims of a head."""
 
+MAX_BATCH = 4096
+MAX_UID = (1 << 63) - 1
+MIN_SCALE, MAX_SCALE = 1e-6, 1e6
+"""Of what multiplies a score or a value: beyond, float32 comes to its ends."""
+
 _CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _Length = Annotated[int, Field(ge=0, le=MAX_LEN)]
+_Uid = Annotated[int, Field(ge=0, le=MAX_UID)]
+_Scale = Annotated[float, Field(ge=MIN_SCALE, le=MAX_SCALE)]
 _Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
@@ -66,8 +74,8 @@ class Mask:
 
     causal: bool = True
     window: Annotated[int, Field(ge=1, le=MAX_LEN)] | None = None
-    soft_cap: Annotated[float, Field(gt=0, le=1e4)] | None = None
-    custom: Annotated[int, Field(ge=0)] | None = None
+    soft_cap: Annotated[float, Field(ge=MIN_SCALE, le=1e4)] | None = None
+    custom: Annotated[int, Field(ge=0, le=MAX_UID)] | None = None
 
     def __post_init__(self) -> None:
         if self.custom is not None and (self.window is not None or self.causal):
@@ -84,8 +92,8 @@ class Request:
 
     cached_len: _Length = 0
     extend_len: Annotated[int, Field(ge=1, le=MAX_LEN)] = 1
-    uid: Annotated[int, Field(ge=0)] = 0
-    prefix_of: Annotated[int, Field(ge=0)] | None = None
+    uid: _Uid = 0
+    prefix_of: _Uid | None = None
     prefix_len: _Length = 0
 
     @property
@@ -112,8 +120,8 @@ class KernelRequest:
 
     qo_len: _Length = 1
     kv_len: _Length = 1
-    uid: Annotated[int, Field(ge=0)] = 0
-    prefix_of: Annotated[int, Field(ge=0)] | None = None
+    uid: _Uid = 0
+    prefix_of: _Uid | None = None
     prefix_len: _Length = 0
 
     @property
@@ -142,10 +150,10 @@ class Step:
     `finished`: of a session, uids that leave before this batch; who is in neither keeps its row and its pages.
     """
 
-    requests: Annotated[tuple[_TaggedRequest, ...], Field(min_length=1, max_length=4096)]
+    requests: Annotated[tuple[_TaggedRequest, ...], Field(min_length=1, max_length=MAX_BATCH)]
     phase: Phase = "prefill"
     kind: Kind = "prefill"
-    finished: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    finished: tuple[_Uid, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.phase == "decode") != (self.kind == "decode"):
@@ -202,15 +210,15 @@ class Case:
     num_layers: Annotated[int, Field(ge=1, le=64)] = 2
     dtype: DType = "float16"
     kv_dtype: KVDType | None = None
-    k_scale: Annotated[float, Field(gt=0)] = 1.0
-    v_scale: Annotated[float, Field(gt=0)] = 1.0
+    k_scale: _Scale = 1.0
+    v_scale: _Scale = 1.0
     page_size: _Count = 1
     layout: Layout = "NHD"
     placement: Placement = "sequential"
     spare_pages: Annotated[int, Field(ge=1, le=MAX_SPARE_PAGES)] = 2
     max_seq_len: Annotated[int, Field(ge=1, le=2 * MAX_LEN)] | None = None
     mask: Mask = Mask()
-    sm_scale: Annotated[float, Field(gt=0)] | None = None
+    sm_scale: _Scale | None = None
     values: ValueKind = "needles"
     strided: bool = False
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
@@ -231,6 +239,7 @@ class Case:
         if not self.stored_as_fp8 and (self.k_scale, self.v_scale) != (1.0, 1.0):
             raise ValueError("k_scale and v_scale belong to an fp8 KV cache")
         self._check_kinds()
+        check_size(self)
         if self.session:
             check_session(self)
             return

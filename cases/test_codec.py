@@ -80,14 +80,32 @@ REFUSED = {
     ),
     '{"steps":[{"requests":[{}]}],"strided":1}': "strided must be true or false, got 1",
     '{"steps":[{"requests":[{}]}],"page_size":"4"}': 'page_size must be an integer, got "4"',
-    '{"steps":[{"requests":[{}]}],"sm_scale":0}': "sm_scale must be above 0, got 0",
+    '{"steps":[{"requests":[{}]}],"sm_scale":0}': "sm_scale must be at least 1e-06, got 0",
     '{"steps":[{"requests":[{}]}],"seed":4294967296}': "seed must be below 4294967296, got 4294967296",
     '{"steps":[{"requests":[{}]}],"sm_scale":NaN}': "NaN is no JSON number",
     '{"steps":[{"requests":[{}]}],"sm_scale":1e999}': "sm_scale must be finite, got Infinity",
     '{"steps":[{"requests":[{}]}],"seed":1,"seed":2}': "key 'seed' stands twice in one object",
     '{"steps":[{"requests":[{}]}]': "is not JSON: expecting ',' delimiter at line 1, column 29",
     "": "is not JSON: expecting value at line 1, column 1",
+    '{"\\ud800":1}': "is not JSON: unexpected end of hex escape at line 1 column 9",
     "[" * 100_000: "is nested too deeply",
+    f'{{"steps":[{{"requests":[{{"extend_len":{"9" * 5000}}}]}}]}}': "holds a number of more than 4300 digits",
+    f'{{"steps":[{{"requests":[{{"uid":{1 << 63}}}]}}]}}': (
+        "steps[0].requests[0].uid must be at most 9223372036854775807, got 9223372036854775808"
+    ),
+    f'{{"steps":[{{"requests":[{{"extend_len":{"9" * 400}}}]}}]}}': (
+        f"steps[0].requests[0].extend_len must be at most 1048576, got {'9' * 57}..."
+    ),
+    '{"kv_dtype":"float8_e5m2","k_scale":1e-7,"steps":[{"requests":[{}]}]}': (
+        "k_scale must be at least 1e-06, got 1e-07"
+    ),
+    '{"kv_dtype":"float8_e5m2","v_scale":1e7,"steps":[{"requests":[{}]}]}': (
+        "v_scale must be at most 1000000, got 10000000.0"
+    ),
+    '{"sm_scale":1e308,"steps":[{"requests":[{}]}]}': "sm_scale must be at most 1000000, got 1e+308",
+    '{"mask":{"soft_cap":1e-300},"steps":[{"requests":[{}]}]}': (
+        "mask.soft_cap must be at least 1e-06, got 1e-300"
+    ),
     '{"steps":[{"requests":[{}]}],"heads":{"num_qo_heads":3,"num_kv_heads":2}}': (
         "heads: num_qo_heads 3 is not a multiple of num_kv_heads 2"
     ),

@@ -46,6 +46,10 @@ BROKEN: dict[str, tuple[type, dict[str, Any]]] = {
         Case,
         {"steps": (STEP,), "kv_dtype": "bfloat16"},
     ),
+    "step 1 is too large: its tensors hold 51540688897 numbers, must be at most 4294967296": (
+        Case,
+        {"steps": (STEP, Step((Request(0, 1 << 20),))), "heads": Heads(4, 4, 2048, 2048), "num_layers": 1},
+    ),
     "k_scale and v_scale belong to an fp8 KV cache": (Case, {"steps": (STEP,), "v_scale": 2.0}),
     "a case of level engine is causal": (Case, {"steps": (STEP,), "mask": Mask(causal=False)}),
     "a case of level kernel holds KernelRequests only": (Case, {"steps": (STEP,), "level": "kernel"}),

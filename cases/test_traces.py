@@ -61,6 +61,22 @@ BAD = {
     GOOD.replace('"timestamp": 0', '"timestamp": "0"'): (
         ":1: timestamp must be a number of milliseconds, got '0'"
     ),
+    **{
+        GOOD.replace('"timestamp": 0', f'"timestamp": {stamp}'): (
+            f":1: timestamp must have at most 15 digits, got {shown}"
+        )
+        for stamp, shown in (
+            ("NaN", "nan"),
+            ("1e400", "inf"),
+            ("-Infinity", "-inf"),
+            ("1" * 400, "1" * 57 + "..."),
+        )
+    },
+    GOOD.replace("600", "6" * 400): f":1: input_length must have at most 15 digits, got {'6' * 57}...",
+    GOOD.replace("600", "6" * 5000): ":1: holds a number of more than 4300 digits",
+    GOOD + "[" * 100_000: ":2: is nested too deeply",
+    HEADER + f"2025-03-01 09:30:00,{'5' * 400},6\n": ":2: ContextTokens must have at most 15 digits, got 400",
+    HEADER + "x" * 200_000: ":2: is not CSV: field larger than field limit (131072)",
 }
 
 
@@ -234,6 +250,9 @@ def test_short_traces_are_not_scaled_up() -> None:
     [
         ({"token_limit": 16}, "token_limit 16 is too small for page_size 16"),
         ({"token_limit": 64, "kv_budget": 32}, "kv_budget 32 cannot hold one request of token_limit 64"),
+        ({"token_limit": 1 << 21, "kv_budget": 1 << 21}, "token_limit must be at most 1048576, got 2097152"),
+        ({"page_size": 5000}, "page_size must be at most 4096, got 5000"),
+        ({"max_batch": 5000}, "max_batch must be at most 4096, got 5000"),
         ({"max_batch": 0}, "max_batch must be at least 1, got 0"),
         ({"chunk_tokens": 0}, "chunk_tokens must be at least 1, got 0"),
         ({"steps_per_case": 0}, "steps_per_case must be at least 1, got 0"),

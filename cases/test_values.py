@@ -10,7 +10,19 @@ from typing import get_args
 import pytest
 import torch
 
-from cases.model import Case, DType, Heads, KernelRequest, Mask, Request, Step, ValueKind
+from cases.model import (
+    MAX_SCALE,
+    MAX_UID,
+    MIN_SCALE,
+    Case,
+    DType,
+    Heads,
+    KernelRequest,
+    Mask,
+    Request,
+    Step,
+    ValueKind,
+)
 from cases.tensors import StepTensors, materialise
 
 KINDS: tuple[ValueKind, ...] = get_args(ValueKind)
@@ -89,3 +101,20 @@ def test_kinds_are_what_they_say(dtype: DType) -> None:
     )
     assert scores.abs().max() > 200
     assert extreme.q.isfinite().all()
+
+
+@pytest.mark.parametrize("head_dim", [1, 64])
+@pytest.mark.parametrize("kind", ["needles", "extreme"])
+def test_queries_are_finite_at_the_ends_of_the_scales(head_dim: int, kind: ValueKind) -> None:
+    for scale in (MIN_SCALE, MAX_SCALE):
+        for seed in range(8):
+            case = Case(
+                (Step((Request(9, 5, MAX_UID),)),),
+                heads=Heads(1, 1, head_dim, head_dim),
+                kv_dtype="float8_e4m3fn",
+                sm_scale=scale,
+                k_scale=scale,
+                values=kind,
+                seed=seed,
+            )
+            assert bool(tensors(case).q.isfinite().all())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median
 
-from cases.model import Case, DType, Heads, Kind, Request, Step
+from cases.model import MAX_BATCH, MAX_COUNT, MAX_LEN, Case, DType, Heads, Kind, Request, Step
 from cases.trace_files import Row, Trace, read_trace
 from cases.trace_scaling import Scaled, Scaling, fit
 
@@ -62,6 +62,13 @@ def batches(
     for name, count in (counts | {"steps_per_case": steps_per_case}).items():
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
+    for name, limit, most in (
+        ("token_limit", token_limit, MAX_LEN),
+        ("page_size", page_size, MAX_COUNT),
+        ("max_batch", max_batch, MAX_BATCH),
+    ):
+        if limit > most:
+            raise ValueError(f"{name} must be at most {most}, got {limit}")
     if token_limit > kv_budget:
         raise ValueError(f"kv_budget {kv_budget} cannot hold one request of token_limit {token_limit}")
     scaling = fit(trace, page_size=page_size, token_limit=token_limit, occupancy=occupancy)

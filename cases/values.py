@@ -16,6 +16,9 @@ from cases import noise
 from cases.model import AnyRequest, Case, Mask, Step
 
 _EXTREME_SCORE = 300.0
+_LARGEST = np.float32(65504)
+"""Of float16: a small scale would have a query go beyond it."""
+_LEAST_NORM = np.float32(1e-30)
 
 
 class TokenIds:
@@ -110,7 +113,8 @@ def queries(case: Case, step: Step, tokens: TokenIds, rows: RowIds, k: np.ndarra
         if case.mask.window is not None:
             visible = np.minimum(visible, case.mask.window)
         score = np.maximum(np.log(visible), 1.0).astype(np.float32)[:, None]
-    return aimed * (score / norm)[..., None]
+    aimed = aimed * (score / np.maximum(norm, _LEAST_NORM))[..., None]
+    return np.clip(aimed, -_LARGEST, _LARGEST) if case.dtype == "float16" else aimed
 
 
 def _borders(mask: Mask, page_size: int, requests: tuple[AnyRequest, ...], rows: RowIds) -> np.ndarray:
