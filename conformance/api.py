@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from backends.libraries import LibraryKind
 from conformance.campaign import Campaign
 from conformance.isolation.session import open_session
+from conformance.limits import require_whole
 from conformance.matrix import matrix
 from conformance.render import render
 from fakes.recorder import Mode
@@ -36,8 +37,13 @@ def check(
     Raises:
         AssertionError: a check fails; the message holds the smallest case, what is wrong, how to replay it.
         BackendError, LibraryError: the backend or its library cannot be had.
+        TypeError, ValueError: an argument that makes no sense, in one sentence.
     """
     __tracebackhide__ = True
+    require_whole(0, cases=cases, sessions=sessions, seed=seed)
+    _require_backend(backend)
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
     with open_session([backend], library=library, mode=mode, isolate=isolate) as session:
         campaign = Campaign(session.askers, count=cases, sessions=sessions, seed=seed, smoke=True, named=True)
         campaign.run()
@@ -47,3 +53,8 @@ def check(
         failures = campaign.failures(session.specs[0].name)
         texts += [render(failure.asker, failure.case, failure.verdict) for failure in failures]
     raise AssertionError("\n\n".join(texts))
+
+
+def _require_backend(given: object) -> None:
+    if not isinstance(given, str | type):
+        raise TypeError(f"backend must be a name or a class, got {given!r}")

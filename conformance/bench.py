@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from conformance.benches import devices, needles, throughput
-from conformance.choices import WRONG_USAGE
+from conformance.choices import UsageError
+from conformance.cli.parser import Parser
+from conformance.limits import at_least
 from conformance.machine import GPU
 from fakes.cuda import DeviceUnavailable
 
@@ -18,13 +19,19 @@ GPU_BACKENDS = (*BACKENDS, "kernel:fi-prefill-fa3", "kernel:fi-ragged", "kernel:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure the parts named (all of them where none is) and print the numbers."""
-    parser = argparse.ArgumentParser(prog="conformance bench", description=__doc__)
+    """Measure the parts named (all of them where none is) and print the numbers.
+
+    Raises:
+        choices.WRONG_USAGE: an option that makes no sense, a library that cannot be had.
+    """
+    parser = Parser(prog="conformance bench", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(_PARTS)}; default: all")
     parser.add_argument(
-        "--cases", type=int, default=200, help="cases per backend and round (default %(default)s)"
+        "--cases", type=at_least(1), default=200, help="cases per backend and round (default %(default)s)"
     )
-    parser.add_argument("--trials", type=int, default=1000, help="needle trials each (default %(default)s)")
+    parser.add_argument(
+        "--trials", type=at_least(1), default=1000, help="needle trials each (default %(default)s)"
+    )
     parser.add_argument(
         "--library",
         choices=("fake", "real"),
@@ -34,16 +41,11 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     unknown = [part for part in options.parts if part not in _PARTS]
     if unknown:
-        print(f"conformance: error: no bench {unknown[0]!r}; there are {', '.join(_PARTS)}", file=sys.stderr)
-        return 2
+        raise UsageError(f"no bench {unknown[0]!r}; there are {', '.join(_PARTS)}")
     default = _PARTS if options.library == "fake" else ("throughput", "oracle")
-    try:
-        for part in options.parts or default:
-            print(f"\n{part}")
-            _PARTS[part](options)
-    except WRONG_USAGE as error:
-        print(f"conformance: error: {error}", file=sys.stderr)
-        return 2
+    for part in options.parts or default:
+        print(f"\n{part}")
+        _PARTS[part](options)
     return 0
 
 

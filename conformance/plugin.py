@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from conformance.limits import at_least, seconds
 from conformance.shadow import ROOMS, ShadowError, add_current_folder, require_free_name, require_own_rooms
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--variants",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="with real libraries: kernels that FlashInfer compiles, at most; cases are drawn for these (default: 12)",
     )
@@ -82,29 +83,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "where --workers or --deadline is given)",
     )
     group.addoption(
-        "--workers", type=int, metavar="N", help="worker processes (default: one a GPU, else one)"
+        "--workers", type=at_least(1), metavar="N", help="worker processes (default: one a GPU, else one)"
     )
     group.addoption(
         "--deadline",
-        type=float,
+        type=seconds,
         metavar="SECONDS",
         help="what one case on one backend may take before its worker is killed (default: 60)",
     )
     group.addoption(
         "--cases",
-        type=int,
+        type=at_least(0),
         default=DEFAULT_CASES,
         metavar="N",
         help=f"random cases per backend (default: {DEFAULT_CASES})",
     )
     group.addoption(
         "--sessions",
-        type=int,
+        type=at_least(0),
         default=DEFAULT_SESSIONS,
         metavar="N",
         help=f"random sessions per engine-level backend (default: {DEFAULT_SESSIONS})",
     )
-    group.addoption("--case-seed", type=int, default=0, metavar="N", help="of the random cases (default: 0)")
+    group.addoption(
+        "--case-seed", type=at_least(0), default=0, metavar="N", help="of the random cases (default: 0)"
+    )
     group.addoption("--trace-file", metavar="FILE", help="also ask the batches of a request trace")
 
 
@@ -215,19 +218,6 @@ def _results(config: pytest.Config) -> Results:
             require_free_name(name)
     except ShadowError as error:
         raise pytest.UsageError(str(error)) from None
-    if min(option("cases"), option("sessions"), option("case_seed")) < 0:
-        raise pytest.UsageError(
-            "--cases, --sessions and --case-seed must be at least 0, "
-            f"got {option('cases')}, {option('sessions')} and {option('case_seed')}"
-        )
-    workers, deadline = option("workers"), option("deadline")
-    if (workers is not None and workers < 1) or (deadline is not None and not 0 < deadline < float("inf")):
-        raise pytest.UsageError(
-            f"--workers must be at least 1 and --deadline more than 0, got {workers} and {deadline}"
-        )
-    variants = option("variants")
-    if variants is not None and variants < 1:
-        raise pytest.UsageError(f"--variants must be at least 1, got {variants}")
     from backends.engines.path import look_in
     from conformance.choices import WRONG_USAGE
     from conformance.suite import Results
@@ -241,9 +231,9 @@ def _results(config: pytest.Config) -> Results:
             mode=option("conformance_mode"),
             device_sim=option("device_sim"),
             isolate=option("isolate"),
-            workers=workers,
-            deadline=deadline,
-            variants=variants,
+            workers=option("workers"),
+            deadline=option("deadline"),
+            variants=option("variants"),
             cases=option("cases"),
             sessions=option("sessions"),
             seed=option("case_seed"),

@@ -109,6 +109,22 @@ def test_bad_backends_are_refused() -> None:
         conformance.check("tosch")
 
 
+def test_bad_arguments_are_refused() -> None:
+    refused: list[tuple[type[Exception], dict[str, Any], str]] = [
+        (ValueError, {"cases": -1}, "cases must be at least 0, got -1"),
+        (ValueError, {"sessions": -1}, "sessions must be at least 0, got -1"),
+        (ValueError, {"seed": -1}, "seed must be at least 0, got -1"),
+        (TypeError, {"cases": "3"}, "cases must be an integer, got '3'"),
+        (TypeError, {"cases": True}, "cases must be an integer, got True"),
+        (TypeError, {"backend": 3}, "backend must be a name or a class, got 3"),
+        (ValueError, {"mode": "lax"}, "mode must be one of strict, faithful, got 'lax'"),
+    ]
+    for kind, given, sentence in refused:
+        arguments: dict[str, Any] = {"backend": Right, **given}
+        with pytest.raises(kind, match=f"^{sentence}$"):
+            conformance.check(**arguments)
+
+
 class Absent(TorchBackend):
     @classmethod
     def environment(cls) -> Any:

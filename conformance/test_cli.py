@@ -247,6 +247,13 @@ def test_wrong_options_are_told_so(
         )
     assert sentence(capsys).startswith("the following arguments are required: COMMAND")
     assert sentence(capsys, "fly").startswith("argument COMMAND: invalid choice: 'fly'")
+    for option in ("--cases", "--trials"):
+        assert sentence(capsys, "bench", "needles", option, "0") == (
+            f"argument {option}: must be at least 1, got 0 (see conformance bench --help)"
+        )
+    assert sentence(capsys, "bench", "press") == (
+        "no bench 'press'; there are throughput, needles, oracle, device"
+    )
     assert sentence(capsys, "mutants", "nobody").startswith("unknown mutant 'nobody' (known: ")
 
 

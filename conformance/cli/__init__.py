@@ -8,9 +8,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
 
-from conformance.choices import WRONG_USAGE, UsageError
+from conformance.choices import WRONG_USAGE
+from conformance.cli.parser import Parser
 from conformance.report import own_version
 
 COMMANDS = {
@@ -23,11 +23,6 @@ COMMANDS = {
     "jit": "compile the kernels of FlashInfer that a run on a GPU needs, on a machine with one or without",
     "bench": "measure speed and what each kind of values detects",
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def run_command(argv: Sequence[str]) -> int:
@@ -54,7 +49,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Options of the chosen command only: other commands' files are not imported."""
     if argv[:1] == ["bench"]:  # it reads its own options
         return argparse.Namespace(command="bench", rest=list(argv[1:]))
-    parser = _Parser(
+    parser = Parser(
         prog="conformance", description="Conformance of attention backends of LLM serving engines."
     )
     parser.add_argument("--version", action="version", version=f"attention-conformance {own_version()}")

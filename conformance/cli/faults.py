@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from conformance.cli.usage import seconds
+from conformance.limits import seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping
 
 from conformance.choices import UsageError
-from conformance.cli.usage import at_least
 from conformance.fidelity import record, report, run
 from conformance.fidelity.call import ENTRIES, LibraryCall
 from conformance.fidelity.compare import Comparison, Disagreement, compare
@@ -17,6 +16,7 @@ from conformance.fidelity.record import Observations
 from conformance.fidelity.shrink import shrink
 from conformance.fidelity.verdict import Seen
 from conformance.fidelity.workers import WorkerError
+from conformance.limits import at_least
 from fakes import releases
 
 DEFAULT_CASES = 2000

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from conformance.choices import UsageError, chosen_backends
-from conformance.cli.usage import at_least
 from conformance.jit.build import Listing, needed, prepare
 from conformance.jit.choose import DEFAULT_VARIANTS
 from conformance.jit.prebuild import HOPPER, prebuild
+from conformance.limits import at_least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

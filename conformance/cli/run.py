@@ -22,9 +22,10 @@ from conformance.choices import (
 )
 from conformance.cli.progress import Progress
 from conformance.cli.replay import read_case
-from conformance.cli.usage import add_backend_options, at_least, session_options
+from conformance.cli.usage import add_backend_options, session_options
 from conformance.isolation.journal import left_behind
 from conformance.isolation.session import open_session
+from conformance.limits import at_least
 from conformance.matrix import matrix
 from conformance.render import FOLDER, render
 from conformance.resume import resume

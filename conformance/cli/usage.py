@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from conformance.choices import UsageError
 from conformance.isolation.deadlines import DEFAULT_CASE
 from conformance.jit.choose import DEFAULT_VARIANTS
+from conformance.limits import at_least, seconds
 
 
 def engine_path(folder: str) -> str:
@@ -93,32 +93,6 @@ def add_backend_options(parser: argparse.ArgumentParser, default: str) -> None:
         metavar="SECONDS",
         help=f"what one case on one backend may take before its worker is killed (default: {DEFAULT_CASE:g})",
     )
-
-
-def seconds(text: str) -> float:
-    """An argparse type: seconds, more than none."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}") from None
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
-    return value
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """An argparse type: an integer from `least` on."""
-
-    def integer(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-        return value
-
-    return integer
 
 
 def session_options(args: argparse.Namespace) -> dict[str, Any]:
