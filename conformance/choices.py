@@ -20,8 +20,6 @@ from fakes.cuda import DeviceUnavailable
 
 HYBRIDS = ("fa,fi", "fi,fa")
 """Hybrids (prefill,decode) that are asked beside the built-in backends."""
-NEEDS_FULL_DEVICE = "graphs and the room of their buffers, in-flight copies"
-"""Checks that need the full simulated device."""
 DEFAULT_BATCHES = 1000
 _KV_BUDGET = 1920
 
@@ -32,13 +30,6 @@ class UsageError(ValueError):
 
 WRONG_USAGE = (UsageError, BackendError, LibraryError, CaseError, ReportError, ShadowError, DeviceUnavailable)
 """Mistakes of the user's: told in one sentence, never with a traceback."""
-
-
-def left_out(device: str) -> str:
-    """Which checks a run on this device (in words, as sessions say it) leaves out."""
-    if "(full)" in device:
-        return "nothing"
-    return f"{NEEDS_FULL_DEVICE}: they need the full simulated CUDA device (--device-sim full says why it is not here)"
 
 
 def chosen_backends(named: Sequence[str]) -> list[str]:

@@ -22,6 +22,12 @@ from conformance.trial import Asker
 from fakes import cuda
 from fakes.recorder import Mode
 
+NOT_ON_GPU = "in-flight copies, which a GPU does not show"
+NEEDS_FULL_DEVICE = (
+    "graphs and the room of their buffers, in-flight copies: they need the full simulated CUDA device "
+    "(--device-sim full says why it is not here)"
+)
+
 
 class Session:
     """Backends by name, ready to be asked. A context manager; one at a time in a process.
@@ -63,6 +69,7 @@ class Session:
             self.specs = [narrowed(spec, modules) for spec in self.specs]
         self.askers: list[Asker] = []
         self.libraries: dict[str, Answer] = {}
+        self._full = device_sim == "full"
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -89,6 +96,7 @@ class Session:
             if (on_device or captured) and device is None:
                 simulation = self._stack.enter_context(cuda.simulated_cuda(self._device_sim))
                 self._stack.enter_context(cuda.paused())
+                self._full = simulation.kind == "full"
                 device = Machine(simulation)
             machine = device if on_device and device is not None else Machine(None)
             self.askers.append(Asker(spec, machine, self.mode))
@@ -127,6 +135,13 @@ class Session:
     def device(self) -> str:
         """What the backends run on, in words."""
         return " and ".join(dict.fromkeys(asker.machine.name for asker in self.askers))
+
+    @property
+    def left_out(self) -> str:
+        """What no check looks at on this device, in words."""
+        if self._real:
+            return NOT_ON_GPU
+        return "nothing" if self._full else NEEDS_FULL_DEVICE
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

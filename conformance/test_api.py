@@ -11,6 +11,7 @@ from backends.torch_sdpa import TorchBackend
 from conformance import misbehave
 from conformance.campaign import Campaign
 from conformance.session import Session
+from fakes.cuda import DeviceUnavailable
 
 
 class Right(TorchBackend):
@@ -145,6 +146,19 @@ def test_bad_environment_is_told_in_one_sentence() -> None:
         pass
     with Session([Right]):
         pass
+
+
+@pytest.mark.parametrize("name", ["torch", "fa"])
+def test_session_knows_what_its_device_leaves_out(name: str) -> None:
+    with Session([name], device_sim="light") as session:
+        assert session.left_out.startswith(
+            "graphs and the room of their buffers, in-flight copies: they need "
+        )
+    try:
+        with Session([name], device_sim="full") as session:
+            assert session.left_out == "nothing"
+    except DeviceUnavailable as error:
+        pytest.skip(str(error))
 
 
 def test_number_of_threads_is_restored() -> None:

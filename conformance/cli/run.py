@@ -15,7 +15,6 @@ from conformance.choices import (
     TraceBatches,
     UsageError,
     chosen_backends,
-    left_out,
     require_checks,
     require_level,
     trace_batches,
@@ -110,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
         )
         resumed = resume(args.report, head) if args.resume else None
         writer = stack.enter_context(report.Writer(args.report, head, resumed)) if args.report else None
-        print(_head_text(head, count, sessions, trace), flush=True)
+        print(_head_text(head, session.left_out, count, sessions, trace), flush=True)
         _tell_earlier(resumed)
         campaign = Campaign(
             session.askers,
@@ -146,14 +145,14 @@ def _trace(args: argparse.Namespace) -> TraceBatches:
     return TraceBatches()
 
 
-def _head_text(head: report.Header, count: int, sessions: int, trace: TraceBatches) -> str:
+def _head_text(head: report.Header, left_out: str, count: int, sessions: int, trace: TraceBatches) -> str:
     libraries = ", ".join(f"{name} {a.version} ({a.kind})" for name, a in head.libraries.items()) or "none"
     lines = [
         f"attention-conformance {head.version}, Python {head.python}, torch {head.torch}",
         f"backends     {' '.join(head.backends)}",
         f"libraries    {libraries}, {head.mode} mode",
         f"device       {head.device}",
-        f"left out     {left_out(head.device)}",
+        f"left out     {left_out}",
         f"cases        {count} random ones per backend, seed {head.seed}",
         f"sessions     {sessions} random ones per engine-level backend",
     ]

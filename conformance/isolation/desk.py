@@ -60,6 +60,7 @@ class Desk:
         return Ready(
             tuple(_described(asker.spec) for asker in self._session.askers),
             self._session.device,
+            self._session.left_out,
             self._session.libraries,
             self._session.mode,
             0 if self._gpu is None else torch.cuda.device_count(),

@@ -58,6 +58,7 @@ class Ready:
 
     backends: tuple[BackendSpec, ...]
     device: str
+    left_out: str
     libraries: Mapping[str, Answer]
     mode: Mode
     gpus: int

@@ -66,7 +66,7 @@ class IsolatedSession:
         self.specs: list[BackendSpec] = []
         self.askers: list[WorkerAsker] = []
         self.libraries: Mapping[str, Answer] = {}
-        self.device = ""
+        self.device = self.left_out = ""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -78,6 +78,7 @@ class IsolatedSession:
         self.specs, self.mode = list(ready.backends), ready.mode
         self.askers = [WorkerAsker(spec, self.mode, self.pool, real=ready.gpus > 0) for spec in self.specs]
         self.libraries, self.device = ready.libraries, f"{ready.device} (isolated)"
+        self.left_out = ready.left_out
         return self
 
     def __exit__(
