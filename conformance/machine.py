@@ -78,9 +78,8 @@ class Poisoned:
     of every case."""
 
     def __enter__(self) -> None:
-        torch.set_deterministic_debug_mode(
-            1
-        )  # "warn"; `torch.utils.deterministic.fill_uninitialized_memory` is on
+        # 1 is "warn"; `torch.utils.deterministic.fill_uninitialized_memory` is on
+        torch.set_deterministic_debug_mode(1)
 
     def __exit__(self, *_: object) -> None:
         torch.set_deterministic_debug_mode(0)

@@ -31,9 +31,8 @@ def matrix(tallies: Iterable[Tally], checks: Iterable[str] | None = None) -> str
     `cases` counts the cases that were run, `unsupported` those that the backend does not declare.
     """
     tallies = list(tallies)
-    failed = {
-        name for tally in tallies for name in tally.failures
-    }  # a crash fails one that was not asked for
+    # a crash fails a check that was not asked for
+    failed = {name for tally in tallies for name in tally.failures}
     every = [*CHECKS, *sorted(failed - CHECKS.keys())]
     shown = [name for name in every if checks is None or name in {*checks, *failed}]
     rows = [[tally.backend, *(cell(tally, name) for name in shown), *_counts(tally)] for tally in tallies]

@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 
 import conformance
+from backends.registry import BUILT_IN
 from cases.codec import from_json
+from conformance import plugin
 from conformance.__main__ import main
 from conformance.checks import CHECKS
+from conformance.cli import run
 
 pytestmark = pytest.mark.cpu
 
@@ -219,3 +222,14 @@ def _without_docstrings(source: str) -> list[str]:
     for cls in classes:
         cls.body = [node for node in cls.body if not isinstance(node, ast.Expr)]
     return [ast.unparse(cls) for cls in classes]
+
+
+def test_numbers_in_words_are_those_of_the_code() -> None:
+    adapters = sum(name.startswith("kernel:") for name in BUILT_IN)
+    assert adapters == 10
+    assert "(`backends/kernels/` has ten)" in (ROOT / "docs" / "adapters.md").read_text()
+    sessions = (ROOT / "docs" / "sessions.md").read_text()
+    assert (
+        f"asks {run.DEFAULT_SESSIONS} per engine-level backend,\n`pytest` {plugin.DEFAULT_SESSIONS} ("
+        in sessions
+    )

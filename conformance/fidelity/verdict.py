@@ -169,9 +169,8 @@ def differ(a: np.ndarray | None, b: np.ndarray | None, limit: float = OUT_LIMIT)
         return f"row {row}, head {head}: {x[row, head, 0]:.4g} and {y[row, head, 0]:.4g}"
     both = np.isfinite(x) & np.isfinite(y)
     x, y = np.where(both, x, 0.0), np.where(both, y, 0.0)
-    sizes = np.maximum(a[..., SKETCH], b[..., SKETCH]).astype(
-        np.float64
-    )  # four projections of a row may all be small
+    # four projections of a row may all be small
+    sizes = np.maximum(a[..., SKETCH], b[..., SKETCH]).astype(np.float64)
     size = np.sqrt(np.mean(np.where(both.all(axis=-1), sizes, 0.0) ** 2, axis=-1))[:, None]
     gap = np.sqrt(np.mean((x - y) ** 2, axis=-1)) / np.maximum(size, 0.05)
     if gap.size and gap.max() > limit:
