@@ -19,9 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"conformance: error: {error}", file=sys.stderr)
         return 2
     add_current_folder()
-    from conformance.cli import run_command  # not before our packages are known to be ours
+    try:
+        from conformance.cli import run_command  # not before our packages are known to be ours
 
-    return run_command(sys.argv[1:] if argv is None else list(argv))
+        return run_command(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:  # torch was being imported
+        print("conformance: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

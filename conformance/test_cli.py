@@ -295,6 +295,14 @@ def test_interrupted_run_keeps_what_it_has(
     assert found.footer.verdicts == 5
 
 
+def test_interrupt_of_an_import_exits_130(here: Path) -> None:
+    (here / "torch.py").write_text("raise KeyboardInterrupt\n")
+    done = run_python(
+        "-c", "import sys; from conformance.__main__ import main; sys.exit(main(['run']))", cwd=here
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "conformance: interrupted\n")
+
+
 def run_python(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *argv],

@@ -7,7 +7,10 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Generator
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,17 @@ _DUMP_SECONDS = 0.3
 _REAP_SECONDS = 10.0
 
 
+@contextmanager
+def _interrupts_held() -> Generator[None]:
+    """A process that is started inside gets no Ctrl-C before it has a session of its own (`worker.serve`)."""
+    resource_tracker.ensure_running()  # where it starts one itself, it lets interrupts through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Worker:
     """A started process. It says `Began`, then `Ready` or `Unfit`; only then it may be given work."""
 
@@ -34,9 +48,10 @@ class Worker:
         ends: Any = context.Pipe()
         self.conn: Connection = ends[0]
         decorate: Any = concurrent.process  # pebble types neither this form of it nor the context
-        self._future: ProcessFuture[None] = decorate(context=context, daemon=False)(serve)(
-            ends[1], setup, place
-        )
+        with _interrupts_held():
+            self._future: ProcessFuture[None] = decorate(context=context, daemon=False)(serve)(
+                ends[1], setup, place
+            )
         ends[1].close()
 
     def receive(self) -> Any:

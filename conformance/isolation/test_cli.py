@@ -64,6 +64,25 @@ def test_options_make_sense(capsys: pytest.CaptureFixture[str]) -> None:
         assert sentence in capsys.readouterr().err
 
 
+def test_interrupt_while_a_worker_starts_is_the_parents(here: Path) -> None:
+    """Ctrl-C goes to every process of the group, those too that have only begun."""
+    (here / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if '--multiprocessing-fork' in sys.orig_argv:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "conformance", "replay", "--backend", "torch", "--isolate", CASE],
+        env={**os.environ, "PYTHONPATH": f"{here}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("torch: passed ")
+
+
 @pytest.mark.slow
 def test_workers_die_with_their_parent(here: Path) -> None:
     """And the case that was running is still there to be replayed."""

@@ -47,6 +47,7 @@ def serve(conn: Connection, setup: Setup, place: Place) -> None:
 
 def _settle(place: Place) -> None:
     os.setsid()  # compilers that it starts die with it, and Ctrl-C reaches the parent alone
+    _forget_interrupts()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for the GIL
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -62,6 +63,13 @@ def _settle(place: Place) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _watch_faults()
     faulthandler.register(WHERE, 2, all_threads=True)
+
+
+def _forget_interrupts() -> None:
+    """What came before this process had a session of its own was for the parent, which had held it back."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, before)
 
 
 def _watch_faults() -> None:
