@@ -250,6 +250,13 @@ FOUND = [
         "0.6.6",
         "undefined",
     ),
+    # pages before a window are not loaded
+    (
+        '{"causal":true,"entry":"sgl.kvcache","kv_lens":[56,52,20,4],"malformations":["far_page:far"],"num_qo_heads":4,'
+        '"page_size":3,"qo_lens":[1,1,1,1],"seed":56091,"variant":"window","window_left":4}',
+        "0.6.6",
+        "right",
+    ),
     # less than no tiles of rows
     (
         '{"entry":"sgl.kvcache","kv_lens":[22,29,40],"malformations":["falls:cu_seqlens_q"],"num_qo_heads":7,'

@@ -101,9 +101,13 @@ def _attend(
 ) -> tuple[np.ndarray, np.ndarray]:
     lost = {i for i in reading.lost if spans[i].q_end > spans[i].q_start}  # no block reads keys for no rows
     if reading.lost:
+        num_slots = args.k.shape[0] * args.k.shape[1]
+        read = {i: loads.within(shape, spans[i], mask, num_slots) for i in lost if reading.layout != "ragged"}
+        lost -= {i for i, span in read.items() if span is not None}
         nothing = np.empty(0, dtype=np.int64)
         spans = tuple(
-            Span(s.q_start, s.q_end, nothing) if i in reading.lost else s for i, s in enumerate(spans)
+            read.get(i) or Span(s.q_start, s.q_end, nothing) if i in reading.lost else s
+            for i, s in enumerate(spans)
         )
     if lost:
         _look_outside(args, reading, lost)

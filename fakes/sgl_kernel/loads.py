@@ -7,6 +7,8 @@ whole tiles of keys are loaded, up to the last that its last row sees; packed ro
 
 from __future__ import annotations
 
+import numpy as np
+
 from fakes.loaded import Range
 from fakes.recorder import Span
 from fakes.sgl_kernel import tiles
@@ -30,3 +32,13 @@ def ranges(shape: Shape, span: Span, mask: Visible) -> list[Range]:
             end = min(-(-(tile + 1) * rows // group) + length - count + mask.right, length)
         found.append((first, min(first + -(-max(end - first, 0) // keys) * keys, length)))
     return found
+
+
+def within(shape: Shape, span: Span, mask: Visible, num_slots: int) -> Span | None:
+    """The span with 0 for the slots outside of the cache that no tile loads; None where a tile loads one."""
+    loaded = ranges(shape, span, mask)
+    first, end = min((a for a, _ in loaded), default=0), max((b for _, b in loaded), default=0)
+    outside = (span.slots < 0) | (span.slots >= num_slots)
+    if outside[first:end].any():
+        return None
+    return Span(span.q_start, span.q_end, np.where(outside, 0, span.slots))
