@@ -94,6 +94,9 @@ class Capabilities:
 class KVPool(Protocol):
     """The engine's paged KV cache. One slot holds one token; slot = page * page_size + offset."""
 
+    scales: tuple[float, float]
+    """(k_scale, v_scale): what stored K and V are multiplied by to dequantise them; 1 beside a 16-bit cache."""
+
     def k_cache(self, layer_id: int) -> torch.Tensor:
         """K of a layer: NHD `[num_pages, page_size, num_kv_heads, head_dim_qk]` or HND (heads before slots)."""
         ...

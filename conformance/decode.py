@@ -75,15 +75,19 @@ class LayerTensors:
 def read_spans(attended: Attended, at: LayerTensors) -> list[ReadSpan]:
     """Decode one call: by the addresses of what it was given, and by the content of what was copied."""
     rows, sure_rows = _query_rows(attended, at)
+    known: dict[int, Known] = {}
     spans: list[ReadSpan] = []
     for index, span in enumerate(attended.spans):
         k_slots = _slots(attended, attended.k, at.handed.k, at.k_pool, span.slots, at)
         v_slots = _slots(attended, attended.v, at.handed.v, at.v_pool, span.slots, at)
         sure = bool(sure_rows[span.q_start : span.q_end].all())
         if k_slots is None or v_slots is None:
+            for which, given in enumerate((attended.k, attended.v)):
+                if which not in known:
+                    known[which] = Known(at.stored(which, ragged=attended.layout == "ragged"), given.dtype)
             likely = [
-                _likely(attended, which, found, span.slots, at)
-                for which, found in enumerate((k_slots, v_slots))
+                _likely(attended, known[which], given, found, span.slots)
+                for which, (given, found) in enumerate(((attended.k, k_slots), (attended.v, v_slots)))
             ]
             k_slots, v_slots, sure_keys = keys_and_values(*likely)
             sure &= sure_keys
@@ -212,19 +216,19 @@ def _slots(
 
 
 def _likely(
-    attended: Attended, which: int, found: np.ndarray | None, slots: np.ndarray, at: LayerTensors
+    attended: Attended, known: Known, given: torch.Tensor, found: np.ndarray | None, slots: np.ndarray
 ) -> list[list[int]]:
-    """Of each key the slots that it may have been copied from; of what is no copy the one that it has."""
+    """Of each key the slots that it may have been copied from, none outside of the copy; of no copy the one it has."""
     if found is not None:
         return [[int(slot)] for slot in found]
-    given, ragged = (attended.k, attended.v)[which], attended.layout == "ragged"
-    if not ragged:
-        nhd = given if attended.layout == "NHD" else given.transpose(1, 2)
-        page, offset = np.divmod(slots, attended.page_size)
-        rows = nhd[from_array(page), from_array(offset)]
+    if attended.layout == "ragged":
+        rows = given
     else:
-        rows = given[from_array(slots)]
-    return Known(at.stored(which, ragged=ragged), given.dtype).candidates(rows)
+        nhd = given if attended.layout == "NHD" else given.transpose(1, 2)
+        rows = nhd.flatten(0, 1)
+    inside = (slots >= 0) & (slots < len(rows))
+    candidates = iter(known.candidates(rows[from_array(slots[inside])]))
+    return [next(candidates) if held else [] for held in inside]
 
 
 def _pool_slots(

@@ -70,7 +70,7 @@ class Gathers(FlashAttentionBackend):
         keys, values = (cache.flatten(0, 1)[self.slots][:, None] for cache in caches)
         starts = torch.nn.functional.pad(metadata.cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
         pages = torch.arange(max(metadata.max_seqlen_k, 1), device=self.device, dtype=torch.int32)
-        table = (starts[:-1, None] + pages).clamp(max=len(keys) - 1)
+        table = starts[:-1, None] + pages
         kept = self.kv_pool, metadata
         self.kv_pool = _Held(keys, values)
         batch.attn_metadata = replace(metadata, page_table=table.int())
@@ -78,6 +78,14 @@ class Gathers(FlashAttentionBackend):
             return super()._attend(q, k, v, layer_id, batch, return_softmax_lse=return_softmax_lse)
         finally:
             self.kv_pool, batch.attn_metadata = kept
+
+
+class GathersOneLess(Gathers):
+    """The last request's last key is read behind the copy."""
+
+    def prepare_metadata(self, batch: Any) -> None:
+        super().prepare_metadata(batch)
+        self.slots = self.slots[:-1]
 
 
 class GathersAnother(Gathers):
@@ -172,7 +180,12 @@ def test_a_right_backend_that_copies_passes(backend: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "named"), [(UnsortedWrongly, "does not read"), (GathersAnother, "not its own")]
+    ("backend", "named"),
+    [
+        (UnsortedWrongly, "does not read"),
+        (GathersAnother, "not its own"),
+        (GathersOneLess, "the pool has"),
+    ],
 )
 def test_metadata_names_what_a_copy_holds(backend: type, named: str) -> None:
     assert any(named in finding.message for finding in found_in(backend) if finding.check == "metadata")
