@@ -15,6 +15,7 @@ class SmallPool:
 
     def __init__(self, shape: tuple[int, ...], page_size: int, layout: Layout, like: torch.Tensor) -> None:
         """`shape` is that of K alone, layers first; dtype and device are those of `like`."""
+        self.scales = (1.0, 1.0)
         self.kv = torch.full((2, *shape), float("nan"), dtype=like.dtype, device=like.device)
         self.page_size = page_size
         self.layout = layout
