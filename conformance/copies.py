@@ -39,14 +39,18 @@ class Known:
 
 
 def rows_in_order(candidates: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of q: int64 names, like ones taken in their order; bool: whether each is sure, `UNKNOWN` is not."""
+    """Rows of q: int64 names, like ones taken in their order; bool: whether each is sure, `UNKNOWN` is not.
+
+    A row that comes twice may be one that pads the batch.
+    """
     taken: defaultdict[int, int] = defaultdict(int)
     names = np.full(len(candidates), UNKNOWN, dtype=np.int64)
     for i, likely in enumerate(candidates):
         if likely:
             names[i] = likely[taken[likely[0]] % len(likely)]
             taken[likely[0]] += 1
-    return names, np.array([len(likely) == 1 for likely in candidates], dtype=np.bool_)
+    sure = [len(likely) == 1 and taken[likely[0]] == 1 for likely in candidates]
+    return names, np.array(sure, dtype=np.bool_)
 
 
 def keys_and_values(k: list[list[int]], v: list[list[int]]) -> tuple[np.ndarray, np.ndarray, bool]:

@@ -206,6 +206,12 @@ def test_like_rows_are_taken_in_their_order_and_are_not_sure() -> None:
     assert sure.tolist() == [False, True, False, False]
 
 
+def test_a_row_that_comes_twice_may_be_padding() -> None:
+    names, sure = rows_in_order([[0], [1], [0]])
+    assert names.tolist() == [0, 1, 0]
+    assert sure.tolist() == [False, True, False]
+
+
 def test_a_key_and_its_value_settle_each_other() -> None:
     k, v, sure = keys_and_values([[3], [4, 5]], [[1, 3], [5, 6]])
     assert (k.tolist(), v.tolist(), sure) == ([3, 5], [3, 5], True)
