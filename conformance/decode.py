@@ -14,8 +14,7 @@ from cases.tensors import StepTensors
 from conformance.copies import UNKNOWN, Known, Source, keys_and_values, rows_in_order
 from conformance.engine import new_tokens
 from conformance.execution import LayerRun
-from fakes import cuda
-from fakes.recorder import Attended, Call, Span
+from fakes.recorder import Attended, Call, Span, storage_of
 
 OUTSIDE = -1
 """Slot of a key that does not stand in the layer's pool."""
@@ -191,7 +190,7 @@ def _query_rows(attended: Attended, at: LayerTensors) -> tuple[np.ndarray, np.nd
 
 def shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in one piece of memory."""
-    return cuda.host(tensor).untyped_storage().data_ptr() == cuda.host(other).untyped_storage().data_ptr()
+    return storage_of(tensor) == storage_of(other)
 
 
 def _slots(

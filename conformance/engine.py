@@ -22,7 +22,7 @@ from conformance.machine import Machine
 from conformance.pool import Pool
 from conformance.question import Question
 from fakes import cuda
-from fakes.recorder import Mode, Recorder, resumed
+from fakes.recorder import Mode, Recorder, resumed, storage_of
 
 
 def engine_context(
@@ -208,7 +208,7 @@ def fused(adopt: Callable[[torch.Tensor], torch.Tensor], *parts: torch.Tensor) -
 
 def lasting(pool: Pool, *tensors: torch.Tensor) -> frozenset[int]:
     """Storages that the harness itself keeps while a step is judged."""
-    return frozenset(cuda.host(t).untyped_storage().data_ptr() for t in (pool.k, pool.v, *tensors))
+    return frozenset(map(storage_of, (pool.k, pool.v, *tensors)))
 
 
 def receive(execution: Execution, handed: LayerRun) -> None:

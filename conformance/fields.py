@@ -12,6 +12,7 @@ from cases.model import Case
 from cases.tensors import StepTensors
 from conformance.asked import Batch, batch_of
 from conformance.causes import Cause, PageIds, claim, of_page
+from conformance.outcome import Finding
 from fakes.recorder import Call, TensorRecord
 
 
@@ -22,6 +23,17 @@ class WrongField:
     field: str
     request: int | None
     message: str
+
+    def finding(self, check: str, step: int, layer: int | None = None, *, how: str = "") -> Finding:
+        """As what a check found. `how`: begins the message."""
+        return Finding(
+            check=check,
+            step=step,
+            layer=layer,
+            request=self.request,
+            field=self.field,
+            message=f"{how}{self.message}",
+        )
 
 
 def _indptr(lens: np.ndarray) -> np.ndarray:

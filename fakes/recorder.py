@@ -22,6 +22,11 @@ MAX_RECORDED = 1 << 20
 """Integer tensors of up to this many elements are copied into the record."""
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Where the memory begins that a tensor, or the device tensor that it is an alias of, lies in."""
+    return cuda.host(tensor).untyped_storage().data_ptr()
+
+
 @dataclass(slots=True, frozen=True)
 class TensorRecord:
     """An argument as it was when the call was made. `values` is a copy, for integer and bool tensors only."""
@@ -97,7 +102,7 @@ class Attended:
         strangers = {
             name: tensor.detach().clone()
             for name, tensor in (("q", self.q), ("k", self.k), ("v", self.v))
-            if tensor.untyped_storage().data_ptr() not in own
+            if storage_of(tensor) not in own
         }
         return replace(self, **strangers) if strangers else self
 
@@ -215,10 +220,7 @@ class Recorder:
     def knows(self, *tensors: torch.Tensor) -> bool:
         """Whether nothing was lost in these numbers before: they are the harness's own, or exact values are kept."""
         return not self.lasting or all(
-            cuda.host(t).untyped_storage().data_ptr() in self.lasting
-            or not t.numel()
-            or self.exact_of(t) is not None
-            for t in tensors
+            storage_of(t) in self.lasting or not t.numel() or self.exact_of(t) is not None for t in tensors
         )
 
     def exact_of(self, tensor: torch.Tensor) -> np.ndarray | None:

@@ -170,13 +170,7 @@ def _fields(trial: Trial, at: Replay, calls: list[CapturedCall]) -> list[Finding
     """Which array of a call, or of the plan that it followed, is wrong."""
     tensors = trial.question.step(at.step)
     return [
-        Finding(
-            check=NAME,
-            step=at.step,
-            request=field.request,
-            field=field.field,
-            message=f"{at.how}: {field.message}",
-        )
+        field.finding(NAME, at.step, how=f"{at.how}: ")
         for captured in calls
         for given in (captured.plan, captured.call if captured.again else None)
         if given is not None
@@ -187,13 +181,7 @@ def _fields(trial: Trial, at: Replay, calls: list[CapturedCall]) -> list[Finding
 def _unasked(at: Replay) -> list[Finding]:
     """What nobody asked for, where it may be why an output is wrong."""
     return [
-        Finding(
-            check=NAME,
-            step=at.step,
-            layer=captured.layer,
-            field=field.field,
-            message=f"{at.how}: {field.message}",
-        )
+        field.finding(NAME, at.step, captured.layer, how=f"{at.how}: ")
         for captured in at.calls
         for field in unasked(captured.call)
     ][:1]

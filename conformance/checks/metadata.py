@@ -55,15 +55,9 @@ def _of_refused_call(trial: Trial) -> list[Finding]:
     if not calls or calls[-1].attended is not None or calls[-1].at.layer != failure.layer:
         return []
     call, tensors = calls[-1], trial.question.step(failure.step)
+    layer = failure.layer if failure.layer >= 0 else None
     return [
-        Finding(
-            check=NAME,
-            step=failure.step,
-            layer=failure.layer if failure.layer >= 0 else None,
-            request=field.request,
-            field=field.field,
-            message=field.message,
-        )
+        field.finding(NAME, failure.step, layer)
         for field in wrong_fields(trial.case, tensors, _plan_of(trial, call), call, _given_page_size(call))
     ]
 
@@ -115,10 +109,7 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
         if not plainly:
             decoded += [(attended, span) for span in read_spans(attended, at)]
         found += _scalars(trial, attended, at, step)
-        found += [
-            Finding(check=NAME, step=step, layer=layer, field=field.field, message=field.message)
-            for field in unasked(call)
-        ]
+        found += [field.finding(NAME, step, layer) for field in unasked(call)]
     if plainly or _as_asked(trial, tensors, decoded):
         return found
     wrong = reading.compare(trial.case, tensors, decoded)
@@ -127,14 +118,7 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
     request, message = wrong
     whole = calls if len(calls) == 1 else []  # where several share a layer's work, no array is as for one
     fields = [
-        Finding(
-            check=NAME,
-            step=step,
-            layer=layer,
-            request=field.request,
-            field=field.field,
-            message=field.message,
-        )
+        field.finding(NAME, step, layer)
         for call in whole
         for field in wrong_fields(trial.case, tensors, _plan_of(trial, call), call, _page_size(call))
     ]
