@@ -137,13 +137,16 @@ def _scalars(trial: Trial, attended: Attended, at: LayerTensors, step: int) -> l
     """Factors of the call; one that a backend has multiplied into a tensor of its own is not judged."""
     case, layer = trial.case, at.layer
     found: list[Finding] = []
-    queries, keys, values = computed_anew(attended, at)
-    for field, got, want, folded in (
-        ("sm_scale", attended.scale, case.scale, queries or keys),
-        ("k_scale", attended.k_scale, case.k_scale, keys),
-        ("v_scale", attended.v_scale, case.v_scale, values),
-    ):
-        if not folded and not math.isclose(got, want, rel_tol=1e-6):
+    factors = (
+        ("sm_scale", attended.scale, case.scale),
+        ("k_scale", attended.k_scale, case.k_scale),
+        ("v_scale", attended.v_scale, case.v_scale),
+    )
+    off = [factor for factor in factors if not math.isclose(*factor[1:], rel_tol=1e-6)]
+    queries, keys, values = computed_anew(attended, at) if off else (False, False, False)
+    folded = {"sm_scale": queries or keys, "k_scale": keys, "v_scale": values}
+    for field, got, want in off:
+        if not folded[field]:
             message = f"{field} is {got:.6g}, must be {want:.6g}"
             found.append(Finding(check=NAME, step=step, layer=layer, field=field, message=message))
     if not math.isclose(attended.soft_cap, case.mask.soft_cap or 0.0, rel_tol=1e-6):
