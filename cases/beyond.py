@@ -5,6 +5,7 @@ Decode and prefill are asked apart, so that a backend of one phase is asked its 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from cases.batches import decode, kernel, step
@@ -105,6 +106,10 @@ BEYOND: dict[str, tuple[Case, str]] = {
     "three_layers_prefill": (
         _engine(step("mixed", [(3, 2), (0, 4)]), num_layers=3, page_size=2),
         "the same in a prefill batch behind a hit",
+    ),
+    "decode_with_lse_in_a_graph": (
+        replace(_engine(decode(4, 9, 2), decode(5, 10), page_size=4), seed=_SEED + 128),
+        "the LSE of a replay: by seed, `forward_return_lse` is captured",
     ),
     "decode_of_2049": (
         _engine(decode(2049, 5), page_size=16),

@@ -180,9 +180,16 @@ class EngineRun:
                 changed += [f"{name} of layer {layer}" for layer in layers]
         if not torch.equal(fetch(self.table), self.tensors.page_table(index)):
             changed.append("page_table")
-        if not torch.equal(fetch(batch.out_loc), tensors.out_loc):
+        return changed + self._changed_batch(index, batch)
+
+    def _changed_batch(self, index: int, batch: Batch) -> list[str]:
+        """What of a batch is not as it was made; rows that pad it are not looked at."""
+        tensors, fetch = self.tensors.steps[index], self.machine.fetch
+        changed: list[str] = []
+        count = tensors.step.num_rows
+        if not torch.equal(fetch(batch.out_loc)[:count], tensors.out_loc):
             changed.append("out_loc")
-        if not np.array_equal(fetch(batch.positions).numpy(), tensors.rows.position):
+        if not np.array_equal(fetch(batch.positions)[:count].numpy(), tensors.rows.position):
             changed.append("positions")
         lengths = [(r.cached_len, r.device_len) for r in batch.reqs]
         if lengths != [(r.stored_len, r.kv_len) for r in tensors.step.requests]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -16,7 +16,7 @@ from backends.contract import EngineContext, Req
 from backends.registry import BackendSpec
 from cases.model import Case
 from cases.tensors import CaseTensors
-from conformance.engine import EngineRun, bring_back, fetched_pool, lasting, receive
+from conformance.engine import EngineRun, bring_back, fetched_pool, lasting
 from conformance.execution import Execution, Failure, LayerRun, Mark, StepRun
 from conformance.graphs import GraphRunner
 from conformance.graphs_marks import CapturedCall, Marks
@@ -30,6 +30,8 @@ from fakes.recorder import Mode, resumed
 DUMMY_UID = -1
 _EAGER_EVERY = 4
 """By seed, one of so many decode steps runs eagerly between replays."""
+_LSE_BIT = 128
+"""Of a seed: `forward_return_lse` is captured where there is one."""
 
 
 @dataclass(slots=True)
@@ -137,7 +139,8 @@ class GraphRun(EngineRun):
 
     def replay_all(self, *, nan: bool) -> GraphExecution:
         """Capture, then run all steps. A fault of the backend ends it and is kept."""
-        steps = Execution(nan, self.recorder, 0, with_lse=False)
+        with_lse = self.spec.capabilities.lse is not None and bool(self.question.case.seed & _LSE_BIT)
+        steps = Execution(nan, self.recorder, 0, with_lse)
         found = GraphExecution(self.sizes, self.room, self.pool, steps)
         if self.backend is None:
             found.broken, found.during = self._built.failure, "construction"
@@ -150,6 +153,7 @@ class GraphRun(EngineRun):
             Req(table_idx=self.room.plan.num_rows - 1, cached_len=0, device_len=1, uid=DUMMY_UID),
             self.room.dummy_slot,
             fused=self.question.case.strided,
+            with_lse=with_lse,
             at=self.marks,
         )
         self.guards = Guards(self.machine)
@@ -177,37 +181,42 @@ class GraphRun(EngineRun):
         found.broken, found.during = found.steps.failure, self.marks.doing
 
     def _replay(self, found: GraphExecution, index: int) -> None:
-        tensors, runner = self.room.steps[index], self.runner
+        tensors, runner, steps = self.room.steps[index], self.runner, found.steps
         run = StepRun()
-        found.steps.steps.append(run)
-        self.pool.fill(index, nan=found.steps.nan)
+        steps.steps.append(run)
+        self.pool.fill(index, nan=steps.nan)
         self.machine.alias(self.table).copy_(self.room.page_table(index))
         batch = self._batch(tensors)
         count = len(batch.reqs)
-        q, k, v = self._stacked(tensors)
-        self.recorder.lasting = lasting(self.pool, runner.inputs.q, runner.inputs.k, runner.inputs.v)
+        inputs, given = runner.inputs, self._stacked(tensors)
+        buffers = inputs.q, inputs.k, inputs.v
+        self.recorder.lasting = lasting(self.pool, *buffers)
         answers: list[Any] = []
         self.marks.doing, self.recorder.at = "prepare_metadata", Mark(index, -1)
-        with found.steps.catching(index, -1), self.machine.running(), resumed(self.recorder):
+        with steps.catching(index, -1), self.machine.running(), resumed(self.recorder):
             runner.pad(batch)
             self.backend.prepare_metadata(batch)  # type: ignore[union-attr]
-            answers = runner.replay(batch, q, k, v)
+            answers = runner.replay(batch, *given)
             self.machine.settle()
-        if found.steps.failure is not None:
-            found.broken, found.during = found.steps.failure, self.marks.doing
+        if steps.failure is not None:
+            found.broken, found.during = steps.failure, self.marks.doing
             return
         size = len(batch.padded_reqs)
         replay = Replay(index, size, run)
         for layer, answer in enumerate(answers):
-            real = answer[:count] if _has_rows(answer, size) else answer
-            handed = LayerRun(
-                *(x[layer, :size] for x in (runner.inputs.q, runner.inputs.k, runner.inputs.v)), out=real
-            )
-            receive(found.steps, handed)
+            handed = LayerRun(*(x[layer, :size] for x in buffers))
+            self._receive(steps, handed, _rows_of(answer, size, slice(count)))
             run.layers.append(handed)
-            if _has_rows(answer, size):
-                replay.padding.append(self.machine.fetch(answer[count:]).detach().clone())
-        bring_back(found.steps, self.machine, index)
+            padding = _rows_of(answer, size, slice(count, None))
+            if isinstance(padding, tuple) and padding:
+                padding = padding[0]
+            if isinstance(padding, torch.Tensor) and _has_rows(padding, size - count):
+                replay.padding.append(self.machine.fetch(padding).detach().clone())
+        bring_back(steps, self.machine, index)
+        run.changed = self._changed(index, batch, tuple(x[:, :count] for x in buffers))
+        run.changed += self._changed_batch(
+            index, replace(batch, positions=inputs.positions, out_loc=inputs.out_loc)
+        )
         run.pool = fetched_pool(self.pool, self.machine)
         layers = {self.pool.k_cache(i).data_ptr(): i for i in range(self.question.case.num_layers)}
         replay.calls = self.marks.carried_out(size, layers)
@@ -218,7 +227,15 @@ class GraphRun(EngineRun):
         found.replays.append(replay)
 
 
-def _has_rows(answer: object, size: int) -> bool:
+def _rows_of(answer: object, size: int, rows: slice) -> object:
+    """Some rows of what a captured call returned, a tensor or a tuple; what has not `size` of them stays as it is."""
+    if isinstance(answer, tuple):
+        parts: tuple[object, ...] = answer  # pyright: ignore[reportUnknownVariableType]
+        return tuple(_rows_of(part, size, rows) for part in parts)
+    return answer[rows] if _has_rows(answer, size) else answer
+
+
+def _has_rows(answer: object, size: int) -> TypeGuard[torch.Tensor]:
     return isinstance(answer, torch.Tensor) and answer.dim() > 0 and answer.shape[0] == size
 
 

@@ -6,12 +6,13 @@ Where the eager run of a case is wrong already, nothing is said here: a graph re
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import torch
 
 from conformance import reading
-from conformance.checks import pool, values
+from conformance.checks import lse, pool, values
 from conformance.checks.stepwise import found_in
 from conformance.compare import describe
 from conformance.decode import LayerTensors, ReadSpan, doubtful, read_spans
@@ -50,13 +51,16 @@ def findings(trial: Trial, done: GraphExecution) -> list[Finding]:
             *_reads(trial, done, at),
             *(_unasked(at) if outputs else []),
             *outputs,
+            *_lse(trial, done, at.step, at.run.layers, at.how),
             *_padding(trial, at),
+            *_inputs(at),
             *_pool(trial, done, at),
         ]
     replayed = {at.step for at in done.replays}
     for step, run in enumerate(done.steps.steps):
         if step not in replayed:
-            found += _outputs(trial, step, run.layers, "run eagerly beside captured graphs")
+            how = "run eagerly beside captured graphs"
+            found += _outputs(trial, step, run.layers, how) + _lse(trial, done, step, run.layers, how)
     return found
 
 
@@ -207,6 +211,22 @@ def _outputs(trial: Trial, step: int, layers: list[LayerRun], how: str) -> list[
             request, message = describe(wrong, tensors, f"{how}: the output")
             return [Finding(check=NAME, step=step, layer=layer, request=request, message=message)]
     return []
+
+
+def _lse(trial: Trial, done: GraphExecution, step: int, layers: list[LayerRun], how: str) -> list[Finding]:
+    """The first LSE that is wrong, where `forward_return_lse` was captured."""
+    if not done.steps.with_lse:
+        return []
+    found = (f for i, handed in enumerate(layers) for f in lse.layer_findings(trial, handed, step, i))
+    return [replace(f, check=NAME, message=f"{how}: {f.message}") for f in islice(found, 1)]
+
+
+def _inputs(at: Replay) -> list[Finding]:
+    message = f"{at.how}: {{}} was changed by the backend"
+    return [
+        Finding(check=NAME, step=at.step, field=name.split()[0], message=message.format(name))
+        for name in at.run.changed[:1]
+    ]
 
 
 def _padding(trial: Trial, at: Replay) -> list[Finding]:

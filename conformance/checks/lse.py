@@ -28,11 +28,12 @@ def check(trial: Trial) -> list[Finding] | None:
     found: list[Finding] = []
     for step, run in enumerate(trial.with_lse.steps):
         for layer, handed in enumerate(run.layers):
-            found += _layer(trial, handed, step, layer)
+            found += layer_findings(trial, handed, step, layer)
     return found
 
 
-def _layer(trial: Trial, handed: LayerRun, step: int, layer: int) -> list[Finding]:
+def layer_findings(trial: Trial, handed: LayerRun, step: int, layer: int) -> list[Finding]:
+    """What is wrong with the LSE of one layer."""
     tensors, capabilities = trial.question.step(step), trial.spec.capabilities
     shape = (tensors.step.num_rows, trial.case.heads.num_qo_heads)
     fault = tensor_fault("the LSE", handed.lse, shape, torch.float32, trial.asker.machine)

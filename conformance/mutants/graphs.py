@@ -316,3 +316,45 @@ def _(cls: type[Any]) -> type[Any]:
             super().init_capture_graph(1, bs_list)
 
     return SizedByCapture
+
+
+@mutant(
+    "graph_keeps_lse_of_warm_up",
+    base="fa",
+    check="graphs",
+    why="the LSE is copied to its buffer when a graph warms up, and no more while it records or replays",
+    issue="vllm#47079",
+    tokens=1,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class CopiesLseOnce(cls):
+        def forward_return_lse(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any) -> Any:
+            out, lse = super().forward_return_lse(q, k, v, layer_id, batch)
+            buffers = self.__dict__.setdefault("lse_buffers", {})
+            buffer = buffers.setdefault((layer_id, len(q)), torch.empty_like(lse))
+            if not torch.cuda.is_current_stream_capturing():
+                buffer.copy_(lse)
+            return out, buffer
+
+    return CopiesLseOnce
+
+
+@mutant(
+    "replay_counts_positions",
+    base="fi",
+    check="graphs",
+    why="a replay counts the positions up for the step after it, in the tensor that it was given",
+    issue="mini-sglang",
+    tokens=1,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class CountsOn(cls):
+        def prepare_for_replay(self, batch: Any) -> None:
+            super().prepare_for_replay(batch)
+            batch.positions.add_(1)
+
+    return CountsOn
