@@ -50,6 +50,8 @@ class Capabilities:
     """Kernel level: takes `causal=False`."""
     window: bool = False
     """Takes a sliding window."""
+    layer_windows: bool = False
+    """With `window`: takes it in some layers alone, while the others see all keys (`EngineContext.windows`)."""
     soft_cap: bool = False
     """Takes a logits soft cap."""
     custom_mask: bool = False

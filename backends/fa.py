@@ -43,6 +43,7 @@ class FlashAttentionBackend:
         library=frozenset({"sgl_kernel"}),
         head_dims=FA_HEAD_DIMS,
         window=True,
+        layer_windows=True,
         soft_cap=True,
         lse="e",
         reads_unowned_slots=True,  # V behind the last key, in prefill with pages of 128 and more

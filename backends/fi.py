@@ -18,6 +18,7 @@ class FlashInferBackend(FlashInferBase):
         library=frozenset({"flashinfer"}),
         head_dims=FI_HEAD_DIMS,
         window=True,
+        layer_windows=True,
         soft_cap=True,
         lse="2",
         cuda_graph=True,

@@ -1,5 +1,7 @@
 """What FlashInfer backends share: CSR metadata once per batch, one plan at the first layer, a run per layer.
 
+A plan holds one window, so layers with different windows have wrappers of their own, each planned at its first layer.
+
 Argument semantics: FlashInfer's docstrings of `BatchDecodeWithPagedKVCacheWrapper` and
 `BatchPrefillWithPagedKVCacheWrapper`; lifecycle: mini-sglang.
 """
@@ -13,12 +15,23 @@ from typing import Any, ClassVar
 
 import torch
 
-from backends.contract import Batch, Capabilities, EngineContext, Refused, Req, window_left
+from backends.contract import Batch, Capabilities, EngineContext, Req, window_left
 from backends.fi_workspace import float_workspace
 from backends.refusal import refuse_undeclared
 
 TENSOR_CORE_GROUP = 4
 """Decode runs on tensor cores from this GQA group on; CUDA-core kernels exist for 1, 2 and 3 below it."""
+
+
+@dataclass(kw_only=True)
+class FIRun:
+    """The layers of a batch that share a window, and with it a plan."""
+
+    wrapper: Any
+    """What they are planned on and run by."""
+    window: int | None
+    initialized: bool = False
+    """Whether `wrapper` holds this batch's plan."""
 
 
 @dataclass(kw_only=True)
@@ -35,10 +48,9 @@ class FIMetadata:
     """int32 `[bs]`, 1 to `page_size`: tokens in each request's last page."""
     seq_lens_cpu: torch.Tensor
     """int32 `[bs]`, in tokens."""
-    wrapper: Any
-    """The wrapper that this batch is planned on and run by."""
-    initialized: bool = False
-    """Whether `wrapper` holds this batch's plan."""
+    is_decode: bool
+    runs: list[FIRun]
+    """One for each window of the engine's layers."""
 
     def get_last_indices(self, bs: int) -> torch.Tensor:
         """Row of the last query of each of the first `bs` requests, int32 `[bs]`, on the device."""
@@ -64,7 +76,7 @@ class FlashInferBase:
         page_size: page size handed to FlashInfer, at most the engine's.
 
     Raises:
-        Refused: what the subclass does not declare; layers with different windows (one plan holds one window).
+        Refused: what the subclass does not declare.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -77,8 +89,6 @@ class FlashInferBase:
         )
 
         refuse_undeclared(engine, self.capabilities)
-        if len(set(engine.windows)) > 1:
-            raise Refused(f"FlashInfer backends plan one window for all layers, got {engine.windows}")
         self.engine = engine
         self.device = engine.device
         self.kv_pool = engine.kv_pool
@@ -86,21 +96,26 @@ class FlashInferBase:
         self.page_size = page_size
         self.float_workspace = float_workspace(engine)
         self.use_tensor_cores = engine.num_qo_heads // engine.num_kv_heads >= TENSOR_CORE_GROUP
-        self.decode_wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            self.float_workspace, engine.layout, use_tensor_cores=self.use_tensor_cores
-        )
-        self.prefill_wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            self.float_workspace, engine.layout, backend="fa2"
-        )
-        self.wrappers = {"prefill": self.prefill_wrapper, "decode": self.decode_wrapper}
+        self.windows = list(dict.fromkeys(engine.windows))
+        self.wrappers = {
+            "prefill": [
+                BatchPrefillWithPagedKVCacheWrapper(self.float_workspace, engine.layout, backend="fa2")
+                for _ in self.windows
+            ],
+            "decode": [
+                BatchDecodeWithPagedKVCacheWrapper(
+                    self.float_workspace, engine.layout, use_tensor_cores=self.use_tensor_cores
+                )
+                for _ in self.windows
+            ],
+        }
         self.graph_wrapper_class = CUDAGraphBatchDecodeWithPagedKVCacheWrapper
-        self.graph_wrappers: dict[int, Any] = {}
+        self.graph_wrappers: dict[int, list[Any]] = {}
         self.plan_options: dict[str, Any] = {
             "num_qo_heads": engine.num_qo_heads,
             "num_kv_heads": engine.num_kv_heads,
             "page_size": page_size,
             "pos_encoding_mode": "NONE",
-            "window_left": window_left(engine.windows[0]),
             "logits_soft_cap": engine.soft_cap,
             "sm_scale": engine.scale,
             "q_data_type": engine.dtype,
@@ -126,8 +141,12 @@ class FlashInferBase:
             indices=self._page_ids(reqs),
             last_page_len_cpu=last_page_len,
             seq_lens_cpu=seq_lens_cpu,
-            wrapper=self.wrappers[batch.phase],
+            is_decode=batch.is_decode,
+            runs=self._runs(self.wrappers[batch.phase]),
         )
+
+    def _runs(self, wrappers: list[Any]) -> list[FIRun]:
+        return [FIRun(wrapper=w, window=window) for w, window in zip(wrappers, self.windows, strict=True)]
 
     def _qo_indptr(self, reqs: list[Req], kv_indptr: torch.Tensor) -> torch.Tensor:
         if all(req.extend_len == 1 for req in reqs):
@@ -142,22 +161,23 @@ class FlashInferBase:
         starts = torch.cat([table[req.table_idx, : req.device_len : step] for req in reqs])
         return starts if step == 1 else starts // step
 
-    def _plan_once(self, metadata: FIMetadata) -> None:
-        if metadata.initialized:
+    def _plan_once(self, metadata: FIMetadata, run: FIRun) -> None:
+        if run.initialized:
             return
         # plan() rewrites the pinned buffer that the previous plan's copy may still be reading.
         self.last_event.synchronize()
-        if metadata.wrapper is not self.prefill_wrapper:
-            metadata.wrapper.plan(
+        if metadata.is_decode:
+            run.wrapper.plan(
                 indptr=metadata.cu_seqlens_k_cpu,
                 indices=metadata.indices,
                 last_page_len=metadata.last_page_len_cpu,
                 head_dim=self.engine.head_dim_qk,
                 seq_lens=metadata.seq_lens_cpu,
+                window_left=window_left(run.window),
                 **self.plan_options,
             )
         else:
-            metadata.wrapper.plan(
+            run.wrapper.plan(
                 qo_indptr=metadata.cu_seqlens_q_cpu,
                 paged_kv_indptr=metadata.cu_seqlens_k_cpu,
                 paged_kv_indices=metadata.indices,
@@ -166,10 +186,11 @@ class FlashInferBase:
                 head_dim_vo=self.engine.head_dim_vo,
                 seq_lens=metadata.seq_lens_cpu,
                 causal=True,
+                window_left=window_left(run.window),
                 **self.plan_options,
             )
         self.last_event.record()
-        metadata.initialized = True
+        run.initialized = True
 
     def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
         largest, as_int32 = max(bs_list), {"dtype": torch.int32, "device": self.device}
@@ -181,23 +202,27 @@ class FlashInferBase:
 
     def prepare_for_capture(self, batch: Batch) -> None:
         bs = len(batch.padded_reqs)
-        self.graph_wrappers[bs] = self.graph_wrapper_class(
-            self.float_workspace,
-            self.captured.indptr[: bs + 1],
-            self.captured.indices,
-            self.captured.last_page_len[:bs],
-            self.engine.layout,
-            use_tensor_cores=self.use_tensor_cores,
-        )
+        self.graph_wrappers[bs] = [
+            self.graph_wrapper_class(
+                self.float_workspace,
+                self.captured.indptr[: bs + 1],
+                self.captured.indices,
+                self.captured.last_page_len[:bs],
+                self.engine.layout,
+                use_tensor_cores=self.use_tensor_cores,
+            )
+            for _ in self.windows
+        ]
         self.prepare_metadata(batch)
         self.prepare_for_replay(batch)
 
     def prepare_for_replay(self, batch: Batch) -> None:
         metadata = batch.attn_metadata
         assert isinstance(metadata, FIMetadata)
-        assert not metadata.initialized
-        metadata.wrapper = self.graph_wrappers[len(batch.padded_reqs)]
-        self._plan_once(metadata)  # fills the buffers; the graph's kernels follow the new plan
+        assert not any(run.initialized for run in metadata.runs)
+        metadata.runs = self._runs(self.graph_wrappers[len(batch.padded_reqs)])
+        for run in metadata.runs:
+            self._plan_once(metadata, run)  # fills the buffers; the graph's kernels follow the new plan
 
     def _run(
         self,
@@ -211,9 +236,10 @@ class FlashInferBase:
     ) -> Any:
         metadata = batch.attn_metadata
         assert isinstance(metadata, FIMetadata)
-        self._plan_once(metadata)
+        run = metadata.runs[self.windows.index(self.engine.windows[layer_id])]
+        self._plan_once(metadata, run)
         self.kv_pool.store_kv(k, v, batch.out_loc, layer_id)
-        return metadata.wrapper.run(q, self.paged_kv(layer_id), return_lse=return_lse)
+        return run.wrapper.run(q, self.paged_kv(layer_id), return_lse=return_lse)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch

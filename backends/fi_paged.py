@@ -17,6 +17,7 @@ class FlashInferPagedBackend(FlashInferBase):
         layouts=frozenset({"NHD", "HND"}),
         head_dims=FI_HEAD_DIMS,
         window=True,
+        layer_windows=True,
         soft_cap=True,
         lse="2",
         cuda_graph=True,

@@ -65,6 +65,7 @@ def meet(prefill: Capabilities, decode: Capabilities) -> Capabilities:
         group_sizes=_common(prefill.group_sizes, decode.group_sizes),
         non_causal=both("non_causal"),
         window=both("window"),
+        layer_windows=both("layer_windows"),
         soft_cap=both("soft_cap"),
         custom_mask=both("custom_mask"),
         rows_without_keys=both("rows_without_keys"),

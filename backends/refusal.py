@@ -35,5 +35,7 @@ def _undeclared(engine: EngineContext, c: Capabilities) -> Iterator[str]:
         yield f"{group} query heads share a KV head"
     if not c.window and any(window is not None for window in engine.windows):
         yield "a layer has a sliding window"
+    if not c.layer_windows and len(set(engine.windows)) > 1:
+        yield f"the layers' windows differ: {', '.join(map(str, engine.windows))}"
     if not c.soft_cap and engine.soft_cap is not None:
         yield f"scores are capped at {engine.soft_cap}"

@@ -104,6 +104,7 @@ def describe(name: str) -> str:
     flags = (
         "non_causal",
         "window",
+        "layer_windows",
         "soft_cap",
         "custom_mask",
         "rows_without_keys",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from backends import libraries
-from backends.contract import Batch, EngineContext, Refused
+from backends.contract import Batch, Capabilities, EngineContext, Refused
+from backends.refusal import refuse_undeclared
 from backends.registry import resolve
 from backends.test_support import Sequences, make_batch, small_engine
 from cases.model import Phase
@@ -145,7 +147,8 @@ def test_decode_at_every_group_size(name: str, num_qo_heads: int, num_kv_heads: 
     assert close(outs, expected)
     if name.startswith("fi") and "," not in name:
         assert batch.attn_metadata.cu_seqlens_q_cpu.tolist() == [0, 1, 2, 3]
-        assert batch.attn_metadata.wrapper.use_tensor_cores == (num_qo_heads // num_kv_heads >= 4)
+        (run,) = batch.attn_metadata.runs
+        assert run.wrapper.use_tensor_cores == (num_qo_heads // num_kv_heads >= 4)
 
 
 @pytest.mark.parametrize("name", ENGINE_BACKENDS)
@@ -202,7 +205,8 @@ def test_one_plan_per_batch_for_one_backend_object(name: str, recorder: Recorder
         sequences.store_cached()
         batch = make_batch(engine, lengths, phase)
         backend.prepare_metadata(batch)
-        assert not batch.attn_metadata.initialized, "the plan waits for the first layer"
+        (run,) = batch.attn_metadata.runs
+        assert not run.initialized, "the plan waits for the first layer"
         for layer in range(3):
             recorder.at = At(number, layer)
             out = backend.forward(*sequences.new(), layer, batch)
@@ -220,8 +224,26 @@ def test_prefill_without_prefix_hit_shares_one_indptr() -> None:
     assert batch.attn_metadata.cu_seqlens_q is batch.attn_metadata.cu_seqlens_k
 
 
-def test_flashinfer_refuses_windows_that_differ() -> None:
-    engine = small_engine(scattered(4, 2, 5), page_size=4, num_pages=10)
-    object.__setattr__(engine, "windows", (4, None))
-    with pytest.raises(Refused, match=r"plan one window for all layers, got \(4, None\)"):
-        resolve("fi").factory(engine)
+@pytest.mark.parametrize("name", ENGINE_BACKENDS)
+@pytest.mark.parametrize("windows", [(4, None, 4), (None, 2, 3)])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_window_in_some_layers(name: str, windows: tuple[int | None, ...], phase: Phase) -> None:
+    lengths = [(8, 9), (4, 5), (0, 1)] if phase == "decode" else [(0, 9), (8, 12), (3, 4)]
+    engine = small_engine(scattered(4, 3, 5), page_size=4, num_pages=15, num_layers=3)
+    outs, _, _ = answer(name, replace(engine, windows=windows), lengths, phase)
+    for out, window in zip(outs, windows, strict=True):
+        expected, _ = Sequences(replace(engine, windows=(window,) * 3), lengths).expected()
+        assert close([out], [expected])
+
+
+def test_layers_that_share_a_window_share_a_plan(recorder: Recorder) -> None:
+    engine = small_engine(scattered(4, 2, 5), page_size=4, num_pages=10, num_layers=3)
+    answer("fi-paged", replace(engine, windows=(4, None, 4)), [(0, 5), (2, 8)])
+    ops = [(call.op, call.arguments.get("window_left")) for call in recorder.calls if call.op == "plan"]
+    assert ops == [("plan", 3), ("plan", -1)]
+
+
+def test_windows_that_differ_are_refused_where_they_are_not_declared() -> None:
+    engine = replace(small_engine(scattered(4, 2, 5), page_size=4, num_pages=10), windows=(4, None))
+    with pytest.raises(Refused, match="the layers' windows differ: 4, None"):
+        refuse_undeclared(engine, Capabilities(window=True))

@@ -81,6 +81,7 @@ def test_meet_keeps_what_both_parts_declare() -> None:
         group_sizes=frozenset({4}),
         non_causal=True,
         window=True,
+        layer_windows=True,
         soft_cap=True,
         custom_mask=True,
         rows_without_keys=True,

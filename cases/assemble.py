@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from cases.lengths import chunked_cached, lengths, prefill_cached, query_len
-from cases.mix import LevelMix
+from cases.mix import LevelMix, WindowLayers
 from cases.model import AnyRequest, Case, Heads, KernelRequest, Kind, Mask, Request, Step
 from cases.settings import Settings
 from cases.wanted import Wanted
@@ -69,10 +69,19 @@ _head_record = cache(Heads)
 
 
 @cache
-def _mask_record(kind: str, window: int | None, soft_cap: float | None, seed: int) -> Mask:
+def _mask_record(
+    kind: str, window: int | None, soft_cap: float | None, seed: int, layers: tuple[int, ...] | None
+) -> Mask:
     if kind == "custom":
         return Mask(causal=False, soft_cap=soft_cap, custom=seed)
-    return Mask(causal=kind == "causal", window=window, soft_cap=soft_cap)
+    return Mask(causal=kind == "causal", window=window, soft_cap=soft_cap, window_layers=layers)
+
+
+def window_layers(which: WindowLayers, window: int | None, num_layers: int) -> tuple[int, ...] | None:
+    """`Mask.window_layers`: of an engine with one layer, none but all."""
+    if window is None or which == "all" or num_layers == 1:
+        return None
+    return tuple(range(which == "odd", num_layers, 2))
 
 
 def _fit(wished: Sequence[int], low: int, limit: int) -> list[int]:
@@ -98,7 +107,8 @@ class _Batches:
         self.row_limit = mix.row_limit
         window = chosen["window"] if chosen["mask"] != "custom" else None
         seed = chosen["seed"] if chosen["mask"] == "custom" else 0
-        self.mask = _mask_record(chosen["mask"], window, chosen["soft_cap"], seed)
+        layers = window_layers(chosen["window_layers"], window, mix.num_layers)
+        self.mask = _mask_record(chosen["mask"], window, chosen["soft_cap"], seed, layers)
         zero = wanted.level == "kernel" and (wanted.rows_without_keys or wanted.empty_requests)
         self.lengths = lengths(self.page_size, window, zero)
         self.next_uid = 0

@@ -99,6 +99,16 @@ BEYOND: dict[str, tuple[Case, str]] = {
         _engine(step("chunked", [(120, 30), (0, 129)]), page_size=16, mask=Mask(window=128)),
         "a window of a whole tile of 128 keys: the row behind it loses one key",
     ),
+    "window_in_some_layers_decode": (
+        _engine(decode(9, 4, 30), num_layers=3, page_size=4, mask=Mask(window=4, window_layers=(0, 2))),
+        "a window in the first and the last layer, all keys in the one between: a plan for each",
+    ),
+    "window_in_some_layers_prefill": (
+        _engine(
+            step("mixed", [(17, 2), (0, 6), (3, 4)]), page_size=4, mask=Mask(window=3, window_layers=(1,))
+        ),
+        "all keys in the first layer, a window in the second, over prompts and hits that outgrow it",
+    ),
     "three_layers_decode": (
         _engine(decode(3, 6), num_layers=3, page_size=2),
         "the third layer has keys of its own: an index modulo two finds the first one's",

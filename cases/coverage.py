@@ -159,6 +159,7 @@ def _settings(case: Case) -> frozenset[Label]:
         ("strided", "yes" if case.strided else "no"),
         ("mask", "custom" if mask.custom is not None else "causal" if mask.causal else "full"),
         ("mask", "window" if mask.window is not None else ""),
+        ("mask", "window in some layers" if mask.window_layers is not None else ""),
         ("mask", "soft cap" if mask.soft_cap is not None else ""),
         ("mask", "own scale" if case.sm_scale is not None else ""),
     )

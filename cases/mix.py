@@ -31,6 +31,9 @@ behind it. "join": the first request leaves, a new one is prefilled, the others 
 Prefix = Literal["own", "one_page", "all_pages"]
 """How much of the first request's stored pages the others share."""
 
+WindowLayers = Literal["all", "even", "odd"]
+"""Which layers have the window, where there is one."""
+
 _T = TypeVar("_T")
 _Table = Annotated[tuple[tuple[_T, Annotated[int, Field(ge=1)]], ...], Field(min_length=1)]
 _Count = Annotated[int, Field(ge=1)]
@@ -69,6 +72,7 @@ class LevelMix:
     sm_scale: _Table[float | None]
     mask: _Table[Literal["causal", "full", "custom"]]
     window: _Table[_Count | None]
+    window_layers: _Table[WindowLayers]
     soft_cap: _Table[float | None]
     num_layers: _Count
 

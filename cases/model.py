@@ -6,6 +6,8 @@ Tensors are a pure function of a case (`cases.tensors`), so a case replays, shri
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from functools import cache
 from typing import Annotated, Literal, cast
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -30,6 +32,7 @@ MAX_COUNT = 4096
 """Most heads, slots of a page and dims of a head."""
 
 MAX_BATCH = 4096
+MAX_LAYERS = 64
 MAX_UID = (1 << 63) - 1
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
 """Of what multiplies a score or a value: beyond, float32 comes to its ends."""
@@ -39,6 +42,7 @@ _Length = Annotated[int, Field(ge=0, le=MAX_LEN)]
 _Uid = Annotated[int, Field(ge=0, le=MAX_UID)]
 _Scale = Annotated[float, Field(ge=MIN_SCALE, le=MAX_SCALE)]
 _Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+_Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -68,6 +72,7 @@ class Mask:
     Causal is aligned bottom right: row i of a request sees keys 0 .. kv_len - qo_len + i.
     `window` is the number of keys visible, the row's own included (None: all of them); it counts back from the
     row's own key, so with `causal=False` it bounds the left side only.
+    `window_layers`: the layers that have the window, while the others see all keys (None: all layers have it).
     `soft_cap` c replaces a score s by c * tanh(s / c). `custom` is the seed of a random boolean mask over
     (qo_len, kv_len) that replaces `causal` and `window`; None: no such mask.
     """
@@ -76,10 +81,27 @@ class Mask:
     window: Annotated[int, Field(ge=1, le=MAX_LEN)] | None = None
     soft_cap: Annotated[float, Field(ge=MIN_SCALE, le=1e4)] | None = None
     custom: Annotated[int, Field(ge=0, le=MAX_UID)] | None = None
+    window_layers: Annotated[tuple[_Layer, ...], Field(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
+        if self.window_layers is not None:
+            if self.window is None:
+                raise ValueError("window_layers without a window")
+            if list(self.window_layers) != sorted(set(self.window_layers)):
+                raise ValueError(f"window_layers {list(self.window_layers)} do not rise")
         if self.custom is not None and (self.window is not None or self.causal):
             raise ValueError("a custom mask stands alone: causal must be false and window null")
+
+    def of_layer(self, layer: int) -> Mask:
+        """The mask of one layer, without `window_layers`."""
+        if self.window_layers is None:
+            return self
+        return _in_layer(self, has_window=layer in self.window_layers)
+
+
+@cache
+def _in_layer(mask: Mask, *, has_window: bool) -> Mask:
+    return replace(mask, window=mask.window if has_window else None, window_layers=None)
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -207,7 +229,7 @@ class Case:
     steps: Annotated[tuple[Step, ...], Field(min_length=1, max_length=64)]
     level: Level = "engine"
     heads: Heads = Heads()
-    num_layers: Annotated[int, Field(ge=1, le=64)] = 2
+    num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] = 2
     dtype: DType = "float16"
     kv_dtype: KVDType | None = None
     k_scale: _Scale = 1.0
@@ -238,6 +260,7 @@ class Case:
             )
         if not self.stored_as_fp8 and (self.k_scale, self.v_scale) != (1.0, 1.0):
             raise ValueError("k_scale and v_scale belong to an fp8 KV cache")
+        self._check_window_layers()
         self._check_kinds()
         check_size(self)
         if self.session:
@@ -247,6 +270,17 @@ class Case:
         for index, step in enumerate(self.steps):
             self._check_step(index, step, lengths)
             lengths |= {r.uid: r.kv_len for r in step.requests}
+
+    def _check_window_layers(self) -> None:
+        layers = self.mask.window_layers
+        if layers is None:
+            return
+        if self.level != "engine":
+            raise ValueError("window_layers is for a case of level engine")
+        if layers[-1] >= self.num_layers:
+            raise ValueError(f"window_layers names layer {layers[-1]}, num_layers is {self.num_layers}")
+        if len(layers) == self.num_layers:
+            raise ValueError("window_layers names every layer: leave it out")
 
     def _check_kinds(self) -> None:
         wanted = Request if self.level == "engine" else KernelRequest

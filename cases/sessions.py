@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from cases.assemble import window_layers
 from cases.lengths import lengths, prefill_cached
 from cases.mix import Action, Mix, default_mix, spread
 from cases.model import Case, Heads, Mask
@@ -86,7 +87,11 @@ class Decoder:
             layout=chosen["layout"],
             placement=chosen["placement"],
             max_seq_len=longest if chosen["table"] == "exact" else None,
-            mask=Mask(window=chosen["window"], soft_cap=chosen["soft_cap"]),
+            mask=Mask(
+                window=chosen["window"],
+                soft_cap=chosen["soft_cap"],
+                window_layers=window_layers(chosen["window_layers"], chosen["window"], self._num_layers),
+            ),
             sm_scale=chosen["sm_scale"],
             values=chosen["values"],
             strided=chosen["strided"],

@@ -107,6 +107,9 @@ def _allowed(mix: LevelMix, wanted: Wanted) -> dict[str, list[tuple[Any, int]]]:
             if kind == "causal" or (kernel and (wanted.non_causal if kind == "full" else wanted.custom_mask))
         ],
         "window": [(w, weight) for w, weight in mix.window if wanted.window or w is None],
+        "window_layers": list(mix.window_layers)
+        if wanted.layer_windows and not wanted.variants
+        else [("all", 1)],
         "soft_cap": [(c, weight) for c, weight in mix.soft_cap if wanted.soft_cap or c is None],
     }
     for variant in wanted.variants:  # at most one

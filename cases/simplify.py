@@ -169,7 +169,8 @@ def _plainer_settings(case: Case, drafts: Sequence[Draft]) -> Changes:
     yield drafts, {"kv_dtype": None, "k_scale": 1.0, "v_scale": 1.0}
     mask = case.mask
     if mask.window is not None:
-        yield drafts, {"mask": replace(mask, window=None)}
+        yield drafts, {"mask": replace(mask, window=None, window_layers=None)}
+        yield drafts, {"mask": replace(mask, window_layers=None)}
         yield drafts, {"mask": replace(mask, window=1)}
         yield drafts, {"mask": replace(mask, window=2)}
     yield drafts, {"mask": replace(mask, soft_cap=None)}

@@ -16,6 +16,20 @@ KERNEL = {"steps": (Step((KernelRequest(2, 3),)),), "level": "kernel"}
 BROKEN: dict[str, tuple[type, dict[str, Any]]] = {
     "num_qo_heads 5 is not a multiple of num_kv_heads 2": (Heads, {"num_qo_heads": 5, "num_kv_heads": 2}),
     "a custom mask stands alone: causal must be false and window null": (Mask, {"custom": 1}),
+    "window_layers without a window": (Mask, {"window_layers": (0,)}),
+    "window_layers [1, 0] do not rise": (Mask, {"window": 2, "window_layers": (1, 0)}),
+    "window_layers names layer 2, num_layers is 2": (
+        Case,
+        {"steps": (STEP,), "mask": Mask(window=2, window_layers=(2,))},
+    ),
+    "window_layers names every layer: leave it out": (
+        Case,
+        {"steps": (STEP,), "mask": Mask(window=2, window_layers=(0, 1))},
+    ),
+    "window_layers is for a case of level engine": (
+        Case,
+        KERNEL | {"mask": Mask(window=2, window_layers=(0,)), "num_layers": 2},
+    ),
     "phase decode does not go with kind mixed": (
         Step,
         {"requests": (ONE,), "phase": "decode", "kind": "mixed"},

@@ -103,11 +103,16 @@ OF_LEVEL = {
 
 def test_most_engine_cases_suit_every_backend() -> None:
     """Windows, caps and HND are rare, so that one draw serves the backends that lack them as well."""
-    everything = replace(ENGINE, layouts=frozenset({"NHD", "HND"}), window=True, soft_cap=True)
+    everything = replace(
+        ENGINE, layouts=frozenset({"NHD", "HND"}), window=True, layer_windows=True, soft_cap=True
+    )
     plain = [not _beyond(case, ENGINE) for case in _drawn(everything)]
     assert sum(plain) >= 0.65 * len(plain)
     reached = _reached(everything)
-    for group, names in {"mask": ["window", "soft cap"], "kv_len": ["W-1", "W", "W+1", "W+P"]}.items():
+    for group, names in {
+        "mask": ["window", "window in some layers", "soft cap"],
+        "kv_len": ["W-1", "W", "W+1", "W+P"],
+    }.items():
         for name in names:
             assert reached.count(group, name) >= 0.0125 * reached.cases, name
 
@@ -174,6 +179,7 @@ NARROW = {
     "head dim beyond the mix": Wanted(head_dims=frozenset({(192, 128)})),
     "16 bits": Wanted(dtypes=frozenset({"float16", "bfloat16"}), strided=False),
     "engine with window": Wanted(window=True, soft_cap=True, layouts=frozenset({"HND"})),
+    "engine with windows in some layers": Wanted(window=True, layer_windows=True),
     "engine with fp8": Wanted(kv_dtypes=frozenset({"float8_e4m3fn"}), non_causal=True, custom_mask=True),
     "kernel without anything": Wanted(level="kernel"),
     "kernel, empty requests": Wanted(level="kernel", empty_requests=True),
@@ -203,6 +209,7 @@ def _beyond(case: Case, wanted: Wanted) -> str:
         "group": wanted.group_sizes is None or heads.group_size in wanted.group_sizes,
         "causal": mask.causal or mask.custom is not None or wanted.non_causal,
         "window": mask.window is None or wanted.window,
+        "window layers": mask.window_layers is None or wanted.layer_windows,
         "soft_cap": mask.soft_cap is None or wanted.soft_cap,
         "custom": mask.custom is None or wanted.custom_mask,
         "strided": not case.strided or wanted.strided,

@@ -87,6 +87,18 @@ def test_needles_stay_in_reach_of_the_window_and_just_beyond_it() -> None:
     assert {99 - 8, 99 - 7} <= aimed
 
 
+def test_a_layer_without_the_window_has_needles_that_it_alone_reaches() -> None:
+    step = Step(tuple(Request(99, 1, uid) for uid in range(60)), "decode", "decode")
+    windowed = Case((step,), mask=Mask(window=8), dtype="float32")
+    mixed = replace(windowed, mask=Mask(window=8, window_layers=(1,)))
+    q = tensors(mixed).q
+    assert torch.equal(q[1], tensors(windowed).q[1])
+    assert torch.equal(q[0], tensors(replace(windowed, mask=Mask())).q[0])
+    t = tensors(mixed)
+    scores = torch.einsum("rhd,rkhd->rhk", q[0], t.k_all[0].view(60, 100, 1, 64))
+    assert 0 in scores[:, 0].max(-1).indices
+
+
 @pytest.mark.parametrize("dtype", get_args(DType))
 def test_kinds_are_what_they_say(dtype: DType) -> None:
     case = Case((Step((ONE,)),), heads=HEADS, dtype=dtype)

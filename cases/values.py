@@ -88,6 +88,15 @@ class RowIds:
 
 def queries(case: Case, step: Step, tokens: TokenIds, rows: RowIds, k: np.ndarray) -> np.ndarray:
     """Q float32 `[layers, num_rows, num_qo_heads, head_dim_qk]` of one step; `k` as `keys_and_values` gives it."""
+    q = _queries(case, case.mask, step, tokens, rows, k)
+    if case.mask.window_layers is not None:
+        others = sorted(set(range(case.num_layers)) - set(case.mask.window_layers))
+        q[others] = _queries(case, case.mask.of_layer(others[0]), step, tokens, rows, k)[others]
+    return q
+
+
+def _queries(case: Case, mask: Mask, step: Step, tokens: TokenIds, rows: RowIds, k: np.ndarray) -> np.ndarray:
+    """The same, aimed at the borders of one mask in all layers."""
     heads = case.heads
     shape = (case.num_layers, len(rows.request), heads.num_qo_heads, heads.head_dim_qk)
     if case.values == "zero_q" or not len(tokens.uid) or not len(rows.request):
@@ -98,7 +107,7 @@ def queries(case: Case, step: Step, tokens: TokenIds, rows: RowIds, k: np.ndarra
     who = noise.salted(noise.key(case.seed, uid, rows.position + (1 << 32))[:, None], 8192 * layers + head)
     if case.values == "random":
         return noise.rows(who, heads.head_dim_qk)
-    borders = _borders(case.mask, case.page_size, step.requests, rows)
+    borders = _borders(mask, case.page_size, step.requests, rows)
     pick = (who % np.uint64(borders.shape[1])).astype(np.int64)
     needle = borders[np.arange(len(rows.request))[:, None], pick]
     needle += tokens.start[rows.request][:, None]
@@ -110,8 +119,8 @@ def queries(case: Case, step: Step, tokens: TokenIds, rows: RowIds, k: np.ndarra
         score = (_EXTREME_SCORE * sign).astype(np.float32)
     else:
         visible = np.maximum(rows.position + 1, 2)
-        if case.mask.window is not None:
-            visible = np.minimum(visible, case.mask.window)
+        if mask.window is not None:
+            visible = np.minimum(visible, mask.window)
         score = np.maximum(np.log(visible), 1.0).astype(np.float32)[:, None]
     aimed = aimed * (score / np.maximum(norm, _LEAST_NORM))[..., None]
     return np.clip(aimed, -_LARGEST, _LARGEST) if case.dtype == "float16" else aimed

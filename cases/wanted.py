@@ -55,6 +55,7 @@ class Wanted:
     group_sizes: frozenset[int] | None = None
     non_causal: bool = False
     window: bool = False
+    layer_windows: bool = False
     soft_cap: bool = False
     custom_mask: bool = False
     rows_without_keys: bool = False

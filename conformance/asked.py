@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cases.model import Case
+from cases.model import Case, Mask
 from cases.tensors import StepTensors
 from fakes.recorder import Call
 from reference import visible
@@ -43,13 +43,13 @@ class Batch:
         return np.asarray(whole.reshape(-1, self.page_size).any(axis=1))
 
 
-def _seen(case: Case, tensors: StepTensors) -> Iterator[np.ndarray]:
+def _seen(mask: Mask, tensors: StepTensors) -> Iterator[np.ndarray]:
     for i, r in enumerate(tensors.step.requests):
-        if not r.qo_len or (case.mask.custom is None and case.mask.window is None):
+        if not r.qo_len or (mask.custom is None and mask.window is None):
             yield np.full((r.kv_len,), r.qo_len > 0)
             continue
         custom = None if tensors.custom is None else tensors.custom[i]
-        yield visible(r.qo_len, r.kv_len, case.mask, custom).any(dim=0).numpy()
+        yield visible(r.qo_len, r.kv_len, mask, custom).any(dim=0).numpy()
 
 
 def batch_of(case: Case, tensors: StepTensors, call: Call, given: Mapping[str, Any], page_size: int) -> Batch:
@@ -62,7 +62,7 @@ def batch_of(case: Case, tensors: StepTensors, call: Call, given: Mapping[str, A
         tensors.placed.slots,
         page_size,
         case.level == "engine",
-        tuple(_seen(case, tensors)),
+        tuple(_seen(case.mask.of_layer(call.at.layer), tensors)),
         any(given.get(name) is not None for name in ("custom_mask", "packed_custom_mask")),
         tuple(len(span.slots) for span in spans) if len(spans) == len(step.qo_lens) else (),
     )

@@ -132,9 +132,10 @@ def is_plain(
     handed: LayerRun,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
+    layer: int,
 ) -> bool:
     """Whether one call does all that a layer asks, in the plain way: the usual case, told without decoding it."""
-    a, mask, step = call.attended, case.mask, tensors.step
+    a, mask, step = call.attended, case.mask.of_layer(layer), tensors.step
     if a is None or a.custom is not None or mask.custom is not None or mask.window is not None:
         return False
     if a.window_left >= 0 or a.window_right > 0 or len(a.spans) != len(step.requests):

@@ -43,7 +43,7 @@ def engine_context(
         kv_dtype=getattr(torch, case.cache_dtype),
         device=device,
         scale=case.scale,
-        windows=(case.mask.window,) * case.num_layers,
+        windows=tuple(case.mask.of_layer(i).window for i in range(case.num_layers)),
         soft_cap=case.mask.soft_cap,
         max_seq_len=case.table_width,
         max_batch=tensors.plan.num_rows - 1,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 
@@ -203,14 +203,13 @@ class GraphRun(EngineRun):
             return
         size = len(batch.padded_reqs)
         replay = Replay(index, size, run)
+        q, k, v = buffers
         for layer, answer in enumerate(answers):
-            handed = LayerRun(*(x[layer, :size] for x in buffers))
+            handed = LayerRun(q[layer, :size], k[layer, :size], v[layer, :size])
             self._receive(steps, handed, _rows_of(answer, size, slice(count)))
             run.layers.append(handed)
-            padding = _rows_of(answer, size, slice(count, None))
-            if isinstance(padding, tuple) and padding:
-                padding = padding[0]
-            if isinstance(padding, torch.Tensor) and _has_rows(padding, size - count):
+            padding = _first(_rows_of(answer, size, slice(count, None)))
+            if _has_rows(padding, size - count):
                 replay.padding.append(self.machine.fetch(padding).detach().clone())
         bring_back(steps, self.machine, index)
         run.changed = self._changed(index, batch, tuple(x[:, :count] for x in buffers))
@@ -230,9 +229,13 @@ class GraphRun(EngineRun):
 def _rows_of(answer: object, size: int, rows: slice) -> object:
     """Some rows of what a captured call returned, a tensor or a tuple; what has not `size` of them stays as it is."""
     if isinstance(answer, tuple):
-        parts: tuple[object, ...] = answer  # pyright: ignore[reportUnknownVariableType]
-        return tuple(_rows_of(part, size, rows) for part in parts)
+        return tuple(_rows_of(part, size, rows) for part in cast("tuple[object, ...]", answer))
     return answer[rows] if _has_rows(answer, size) else answer
+
+
+def _first(answer: object) -> object:
+    """The output, where there may be an LSE beside it."""
+    return next(iter(cast("tuple[object, ...]", answer)), None) if isinstance(answer, tuple) else answer
 
 
 def _has_rows(answer: object, size: int) -> TypeGuard[torch.Tensor]:

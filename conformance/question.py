@@ -79,17 +79,20 @@ class Question:
 
     def answer(self, step: int, layer: int) -> Answer:
         """The oracle's answer for one layer of one step, on the host. All layers are computed at once, as heads of one
-        attention; those of a large step one by one, on the GPU if there is one."""
+        attention, where they have one mask; those of a large step one by one, on the GPU if there is one."""
         if (step, layer) not in self._answers and _gpu is not None and self._is_large(step):
             self._answer_on(_gpu, step, layer)
         if (step, layer) not in self._answers:
-            t, layers = self.tensors.steps[step], self.case.num_layers
-            state = paged_attention(
-                _side_by_side(t.q), _side_by_side(t.k_all), _side_by_side(t.v_all), **self._batch(t)
-            )
+            t = self.tensors.steps[step]
+            one_mask = self.case.mask.window_layers is None
+            layers = range(self.case.num_layers) if one_mask else range(layer, layer + 1)
+            parts = (_side_by_side(x[layers.start : layers.stop]) for x in (t.q, t.k_all, t.v_all))
+            state = paged_attention(*parts, **self._batch(t, layer))
             tolerance = exact_tolerance(state.max_score, state.max_v)
-            parts = zip(state.out.chunk(layers, dim=1), state.lse.chunk(layers, dim=1), strict=True)
-            for index, (out, lse) in enumerate(parts):
+            count = len(layers)
+            for index, out, lse in zip(
+                layers, state.out.chunk(count, dim=1), state.lse.chunk(count, dim=1), strict=True
+            ):
                 self._answers[step, index] = Answer(state._replace(out=out, lse=lse), tolerance)
         return self._answers[step, layer]
 
@@ -100,7 +103,7 @@ class Question:
 
     def _answer_on(self, device: torch.device, step: int, layer: int) -> None:
         """Answer and budgets of one layer, computed on a device."""
-        t, batch = self.tensors.steps[step], self._batch(self.tensors.steps[step])
+        t, batch = self.tensors.steps[step], self._batch(self.tensors.steps[step], layer)
         q, k, v = (x[layer].to(device) for x in (t.q, t.k_all, t.v_all))
         state = paged_attention(q, k, v, **batch)
         budgets = self._budgets_of(step, state, low_precision(q, k, v, dtype=t.q.dtype, **batch))
@@ -108,13 +111,13 @@ class Question:
         state = state._replace(out=state.out.cpu(), lse=state.lse.cpu())
         self._answers[step, layer] = Answer(state, exact_tolerance(state.max_score, state.max_v))
 
-    def _batch(self, t: StepTensors) -> dict[str, Any]:
-        """What the oracle and its twin are told beside q, k and v."""
+    def _batch(self, t: StepTensors, layer: int) -> dict[str, Any]:
+        """What the oracle and its twin are told beside q, k and v of a layer."""
         return {
             "slots": torch.arange(t.k_all.shape[1]),
             "qo_lens": t.step.qo_lens,
             "kv_lens": t.step.kv_lens,
-            "mask": self.case.mask,
+            "mask": self.case.mask.of_layer(layer),
             "scale": self.case.scale,
             "custom": t.custom,
             "k_scale": self.case.k_scale,
@@ -134,7 +137,7 @@ class Question:
         if (step, layer) not in self._budgets:
             t = self.tensors.steps[step]
             twin = low_precision(
-                t.q[layer], t.k_all[layer], t.v_all[layer], dtype=t.q.dtype, **self._batch(t)
+                t.q[layer], t.k_all[layer], t.v_all[layer], dtype=t.q.dtype, **self._batch(t, layer)
             )
             self._budgets[step, layer] = self._budgets_of(step, state, twin)
         return self._budgets[step, layer]

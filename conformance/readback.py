@@ -75,6 +75,7 @@ def read_weights(question: Question, asker: Asker, step: int, layer: int) -> Wei
         return tagged
     return Weights(
         case=case,
+        mask=case.mask.of_layer(layer),
         tensors=tensors,
         slots=owned,
         got=np.concatenate(got, axis=2)[:, :, : len(owned)] / case.v_scale,

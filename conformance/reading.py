@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from cases.model import Case
+from cases.model import Case, Mask
 from cases.tensors import StepTensors
 from conformance.decode import OUTSIDE, ReadSpan, visible_keys
 from fakes.recorder import Attended
@@ -14,9 +14,10 @@ from reference import visible
 
 
 def compare(
-    case: Case, tensors: StepTensors, decoded: list[tuple[Attended, ReadSpan]]
+    case: Case, tensors: StepTensors, mask: Mask, decoded: list[tuple[Attended, ReadSpan]]
 ) -> tuple[int, str] | None:
-    """The first row whose keys are not those asked for: its request, and which keys are missing, foreign or double."""
+    """The first row whose keys are not those that the layer's mask asks for: its request, and which keys are missing,
+    foreign or double."""
     any_ragged = any(attended.layout == "ragged" for attended, _ in decoded)
     ragged = case.level == "kernel" and any_ragged
     known = "k and v" if ragged else "pool, k and v" if any_ragged else "pool"
@@ -24,7 +25,7 @@ def compare(
     row = 0
     for request, r in enumerate(tensors.step.requests):
         custom = None if tensors.custom is None else tensors.custom[request]
-        seen = visible(r.qo_len, r.kv_len, case.mask, custom).numpy()
+        seen = visible(r.qo_len, r.kv_len, mask, custom).numpy()
         slots = tensors.tokens.of(request) if ragged else tensors.placed.slots[request]
         for i in range(r.qo_len):
             asked: list[int] = slots[seen[i]].tolist()

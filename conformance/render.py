@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from cases.codec import save, short, to_json
-from cases.model import Case, KernelRequest
+from cases.model import Case, KernelRequest, Mask
 from cases.tensors import CaseTensors, StepTensors
 from conformance.outcome import Finding, Verdict, ordered
 from conformance.question import Question
@@ -67,7 +67,7 @@ def setting(case: Case) -> str:
         f"page_size {case.page_size} {case.layout}",
         case.placement,
         "custom mask" if mask.custom is not None else "causal" if mask.causal else "not causal",
-        *([f"window {mask.window}"] if mask.window is not None else []),
+        *([f"window {mask.window}{_in_layers(mask)}"] if mask.window is not None else []),
         *([f"soft cap {mask.soft_cap:g}"] if mask.soft_cap is not None else []),
         *([f"scale {case.sm_scale:g}"] if case.sm_scale is not None else []),
         f"values {case.values}",
@@ -76,6 +76,10 @@ def setting(case: Case) -> str:
         f"seed {case.seed}",
     ]
     return ", ".join(words)
+
+
+def _in_layers(mask: Mask) -> str:
+    return "" if mask.window_layers is None else f" in layers {', '.join(map(str, mask.window_layers))} alone"
 
 
 def steps(tensors: CaseTensors, findings: Sequence[Finding]) -> Iterable[str]:

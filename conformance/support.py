@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from backends.contract import Capabilities
 from cases.model import Case
 from fakes.recorder import Mode
@@ -32,13 +34,23 @@ def unsupported(case: Case, capabilities: Capabilities, mode: Mode = "strict") -
         return "non-causal attention"
     if mask.window is not None and not c.window:
         return "a sliding window"
+    if mask.window_layers is not None and not c.layer_windows:
+        return "a window in some layers alone"
     if mask.soft_cap is not None and not c.soft_cap:
         return "a soft cap"
     if case.strided and not c.strided:
         return "strided inputs"
-    if c.variants and not any(variant.holds(case) for variant in c.variants):
+    if c.variants and not all(any(v.holds(part) for v in c.variants) for part in _with_one_mask(case)):
         return "settings that no compiled variant has"
     return _unsupported_step(case, c)
+
+
+def _with_one_mask(case: Case) -> list[Case]:
+    """The case once for each mask that its layers have."""
+    if case.mask.window_layers is None:
+        return [case]
+    masks = dict.fromkeys(case.mask.of_layer(layer) for layer in range(case.num_layers))
+    return [replace(case, mask=mask) for mask in masks]
 
 
 def _unsupported_step(case: Case, c: Capabilities) -> str | None:

@@ -25,7 +25,7 @@ def sentence(first: list[int], layout: str = "NHD") -> str | None:
         span = Span(row, row + 1, read)
         attended = Attended(none, none, none, layout, 1, (span,), True, -1, -1, 0.0, 1.0)
         decoded.append((attended, ReadSpan(np.array([row]), read, read, span, None)))
-    wrong = compare(CASE, Question(CASE).step(0), decoded)
+    wrong = compare(CASE, Question(CASE).step(0), CASE.mask, decoded)
     return None if wrong is None else wrong[1].removeprefix("row 0 (request 0, position 2) ")
 
 

@@ -25,6 +25,7 @@ def sentences(case: Case, got: list[float], want: list[float]) -> list[str]:
     lines = describe(
         Weights(
             case=case,
+            mask=case.mask,
             tensors=tensors,
             slots=np.arange(keys),
             got=weights[0],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cases.model import Case
+from cases.model import Case, Mask
 from cases.tensors import StepTensors
 from conformance.compare import apart
 from reference.masks import visible
@@ -25,6 +25,7 @@ class Weights:
     """
 
     case: Case
+    mask: Mask
     tensors: StepTensors
     slots: np.ndarray
     got: np.ndarray
@@ -94,7 +95,9 @@ class _Row:
         r = step.requests[self.request]
         custom = self.weights.tensors.custom
         first = sum(step.qo_lens[: self.request])
-        mask = visible(r.qo_len, r.kv_len, self.case.mask, None if custom is None else custom[self.request])
+        mask = visible(
+            r.qo_len, r.kv_len, self.weights.mask, None if custom is None else custom[self.request]
+        )
         return mask.numpy()[self.row - first]
 
     def lines(self) -> list[str]:
@@ -117,7 +120,7 @@ class _Row:
             return f", {'all' if len(seen) > 1 else 'the only one'} that it must read"
         if missing == [int(seen[0])]:
             alone = not len(self.hidden) and not len(self.foreign)
-            off = ": window off by one" if alone and self.case.mask.window == len(seen) else ""
+            off = ": window off by one" if alone and self.weights.mask.window == len(seen) else ""
             return f", one key too few on the left{off}"
         if self.case.level == "kernel":
             return ""
@@ -131,7 +134,7 @@ class _Row:
         if not len(self.hidden):
             return []
         cause = self._cause_of_window()
-        if not cause and (self.hidden > self.position).all() and self.case.mask.causal:
+        if not cause and (self.hidden > self.position).all() and self.weights.mask.causal:
             cause = ": keys after its own"
         weight = self.got[self.columns[self.hidden]].sum()
         return [f"reads {_positions(self.hidden)}, which it must not see, with weight {weight:.3g}{cause}"]
@@ -139,7 +142,7 @@ class _Row:
     def _cause_of_window(self) -> str:
         """Why keys before the window are read. From position 0 on they may be as many as there are."""
         seen, hidden = np.flatnonzero(self.seen), self.hidden
-        if self.case.mask.window is None or not len(seen):
+        if self.weights.mask.window is None or not len(seen):
             return ""
         left = int(seen[0])
         if hidden.tolist() == [left - 1]:

@@ -36,6 +36,7 @@ def facts(case: Case) -> dict[str, Any]:
         "head_dim_vo": heads.head_dim_vo,
         "causal": mask.causal,
         "window": mask.window,
+        "layer_windows": mask.window_layers is not None,
         "soft_cap": mask.soft_cap,
         "custom_mask": mask.custom is not None,
         "num_steps": len(case.steps),

@@ -139,7 +139,7 @@ def _reads(trial: Trial, done: GraphExecution, at: Replay) -> list[Finding]:
         if doubtful([span for _, span in real], count):
             continue
         if calls and not _plainly(real, tensors.placed.slots):
-            wrong = reading.compare(trial.case, tensors, real)
+            wrong = reading.compare(trial.case, tensors, trial.case.mask.of_layer(layer), real)
             if wrong is not None:
                 found += _fields(trial, at, calls)
                 request, message = wrong

@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from cases.model import Mask
 from cases.tensors import StepTensors
 from conformance import reading
 from conformance.decode import (
@@ -101,7 +102,7 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
     found: list[Finding] = []
     k_pool, v_pool = pool.k_cache(layer), pool.v_cache(layer)
     at = LayerTensors(trial.case, tensors, layer, handed, k_pool, v_pool)
-    plainly = len(calls) == 1 and is_plain(trial.case, tensors, calls[0], handed, k_pool, v_pool)
+    plainly = len(calls) == 1 and is_plain(trial.case, tensors, calls[0], handed, k_pool, v_pool, layer)
     for call in calls:
         attended = call.attended
         if attended is None:
@@ -110,9 +111,10 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
             decoded += [(attended, span) for span in read_spans(attended, at)]
         found += _scalars(trial, attended, at, step)
         found += [field.finding(NAME, step, layer) for field in unasked(call)]
-    if plainly or _as_asked(trial, tensors, decoded):
+    mask = trial.case.mask.of_layer(layer)
+    if plainly or _as_asked(trial, tensors, mask, decoded):
         return found
-    wrong = reading.compare(trial.case, tensors, decoded)
+    wrong = reading.compare(trial.case, tensors, mask, decoded)
     if wrong is None or doubtful([span for _, span in decoded], tensors.step.num_rows):
         return found
     request, message = wrong
@@ -155,7 +157,9 @@ def _scalars(trial: Trial, attended: Attended, at: LayerTensors, step: int) -> l
     return found
 
 
-def _as_asked(trial: Trial, tensors: StepTensors, decoded: list[tuple[Attended, ReadSpan]]) -> bool:
+def _as_asked(
+    trial: Trial, tensors: StepTensors, mask: Mask, decoded: list[tuple[Attended, ReadSpan]]
+) -> bool:
     """The usual case, quickly: one span a request, its slots in order, the mask as asked."""
     asked = [r for r in range(len(tensors.step.requests)) if tensors.step.requests[r].qo_len]
     spans = [(attended, span) for attended, span in decoded if span.num_rows]
@@ -170,16 +174,15 @@ def _as_asked(trial: Trial, tensors: StepTensors, decoded: list[tuple[Attended, 
             return False
         if not (np.array_equal(span.k_slots, slots) and np.array_equal(span.v_slots, slots)):
             return False
-        if not _mask_as_asked(trial, tensors, request, attended, span):
+        if not _mask_as_asked(tensors, mask, request, attended, span):
             return False
         row += r.qo_len
     return True
 
 
 def _mask_as_asked(
-    trial: Trial, tensors: StepTensors, request: int, attended: Attended, span: ReadSpan
+    tensors: StepTensors, mask: Mask, request: int, attended: Attended, span: ReadSpan
 ) -> bool:
-    mask = trial.case.mask
     plain = mask.custom is None and span.custom is None and mask.window is None
     if plain and attended.window_left < 0 and attended.window_right <= 0:
         causal = attended.causal or attended.window_right == 0

@@ -48,6 +48,7 @@ def check(trial: Trial) -> list[Finding] | None:
 
 _CHANGES: tuple[Callable[[Case], Case], ...] = (
     lambda c: replace(c, mask=Mask(window=3)),
+    lambda c: replace(c, mask=Mask(window=3, window_layers=(0,))),
     lambda c: replace(c, mask=Mask(soft_cap=30.0)),
     lambda c: replace(c, layout="HND"),
     lambda c: replace(c, dtype="float32"),

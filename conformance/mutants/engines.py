@@ -183,16 +183,32 @@ def _(cls: type[Any]) -> type[Any]:
 )
 def _(cls: type[Any]) -> type[Any]:
     class NotCausal(cls):
-        def _plan_once(self, metadata: Any) -> None:
-            wrapper = metadata.wrapper
+        def _plan_once(self, metadata: Any, run: Any) -> None:
+            wrapper = run.wrapper
             plan = wrapper.plan
             wrapper.plan = lambda **kw: plan(**kw | ({"causal": False} if "causal" in kw else {}))
             try:
-                super()._plan_once(metadata)
+                super()._plan_once(metadata, run)
             finally:
                 del wrapper.plan
 
     return NotCausal
+
+
+@mutant(
+    "window_of_first_layer",
+    base="fa",
+    check="metadata",
+    why="every layer is given the window of the first: one that must see all keys sees a few, or the other way round",
+    issue="NVIDIA/TensorRT-LLM#18443",
+    tokens=2,
+)
+def _(cls: type[Any]) -> type[Any]:
+    class FirstWindowForAll(cls):
+        def __init__(self, engine: Any) -> None:
+            super().__init__(replace(engine, windows=engine.windows[:1] * engine.num_layers))
+
+    return FirstWindowForAll
 
 
 @mutant(

@@ -26,7 +26,7 @@ from conformance.mutants.mutant import mutant
 def _(cls: type[Any]) -> type[Any]:
     class LeavesThePlanToForward(cls):
         def prepare_for_replay(self, batch: Any) -> None:
-            batch.attn_metadata.wrapper = self.graph_wrappers[len(batch.padded_reqs)]
+            batch.attn_metadata.runs = self._runs(self.graph_wrappers[len(batch.padded_reqs)])
 
     return LeavesThePlanToForward
 
@@ -54,6 +54,26 @@ def _(cls: type[Any]) -> type[Any]:
 
 
 @mutant(
+    "graph_plans_first_window_only",
+    base="fi-paged",
+    check="graphs",
+    why="of two wrappers, one a window, a replay plans the first: layers of the other follow the plan of the capture",
+    issue="NVIDIA/TensorRT-LLM#18443",
+    tokens=2,
+    alone=True,
+    device="full",
+)
+def _(cls: type[Any]) -> type[Any]:
+    class PlansOneWrapper(cls):
+        def prepare_for_replay(self, batch: Any) -> None:
+            metadata = batch.attn_metadata
+            metadata.runs = self._runs(self.graph_wrappers[len(batch.padded_reqs)])
+            self._plan_once(metadata, metadata.runs[0])
+
+    return PlansOneWrapper
+
+
+@mutant(
     "replan_moves_buffers",
     base="fi",
     check="graphs",
@@ -66,7 +86,7 @@ def _(cls: type[Any]) -> type[Any]:
 def _(cls: type[Any]) -> type[Any]:
     class CapturesPlainWrapper(cls):
         def prepare_for_capture(self, batch: Any) -> None:
-            plain = type(self.decode_wrapper)
+            plain = type(self.wrappers["decode"][0])
             self.graph_wrapper_class = lambda workspace, indptr, indices, last, layout, **rest: plain(
                 workspace, layout, **rest
             )
@@ -295,7 +315,7 @@ def _(cls: type[Any]) -> type[Any]:
     class LeavesWrapper(cls):
         def prepare_for_replay(self, batch: Any) -> None:
             super().prepare_for_replay(batch)
-            self.wrappers = self.wrappers | {"decode": batch.attn_metadata.wrapper}
+            self.wrappers = self.wrappers | {"decode": [run.wrapper for run in batch.attn_metadata.runs]}
 
     return LeavesWrapper
 

@@ -25,9 +25,9 @@ from fakes.flashinfer.xqa import PAGE_SIZES, SEMAPHORE_BYTES
 )
 def _(cls: type[Any]) -> type[Any]:
     class PlansAgain(cls):
-        def _plan_once(self, metadata: Any) -> None:
-            metadata.initialized = False
-            super()._plan_once(metadata)
+        def _plan_once(self, metadata: Any, run: Any) -> None:
+            run.initialized = False
+            super()._plan_once(metadata, run)
 
     return PlansAgain
 
@@ -43,12 +43,12 @@ def _(cls: type[Any]) -> type[Any]:
 )
 def _(cls: type[Any]) -> type[Any]:
     class PlansFirstBatchOnly(cls):
-        def _plan_once(self, metadata: Any) -> None:
+        def _plan_once(self, metadata: Any, run: Any) -> None:
             wrappers = self.__dict__.setdefault("planned", [])
-            if any(metadata.wrapper is w for w in wrappers):
+            if any(run.wrapper is w for w in wrappers):
                 return
-            super()._plan_once(metadata)
-            wrappers.append(metadata.wrapper)
+            super()._plan_once(metadata, run)
+            wrappers.append(run.wrapper)
 
     return PlansFirstBatchOnly
 
@@ -64,16 +64,16 @@ def _(cls: type[Any]) -> type[Any]:
 )
 def _(cls: type[Any]) -> type[Any]:
     class ReplansOnOtherSize(cls):
-        def _plan_once(self, metadata: Any) -> None:
+        def _plan_once(self, metadata: Any, run: Any) -> None:
             key = (
-                id(metadata.wrapper),
+                id(run.wrapper),
                 metadata.cu_seqlens_q_cpu.shape[0],
                 int(metadata.cu_seqlens_q_cpu[-1]),
             )
             if self.__dict__.get("last") == key:
                 return
             self.last = key
-            super()._plan_once(metadata)
+            super()._plan_once(metadata, run)
 
     return ReplansOnOtherSize
 

@@ -26,9 +26,9 @@ from conformance.mutants.mutant import mutant
 )
 def _(cls: type[Any]) -> type[Any]:
     class NeverWaits(cls):
-        def _plan_once(self, metadata: Any) -> None:
+        def _plan_once(self, metadata: Any, run: Any) -> None:
             self.last_event = torch.cuda.Event()
-            super()._plan_once(metadata)
+            super()._plan_once(metadata, run)
 
     return NeverWaits
 
@@ -46,12 +46,12 @@ def _(cls: type[Any]) -> type[Any]:
 )
 def _(cls: type[Any]) -> type[Any]:
     class RecordsTooEarly(cls):
-        def _plan_once(self, metadata: Any) -> None:
-            if metadata.initialized:
+        def _plan_once(self, metadata: Any, run: Any) -> None:
+            if run.initialized:
                 return
             early = torch.cuda.Event()
             early.record()
-            super()._plan_once(metadata)
+            super()._plan_once(metadata, run)
             self.last_event = early
 
     return RecordsTooEarly
@@ -70,8 +70,8 @@ def _(cls: type[Any]) -> type[Any]:
 )
 def _(cls: type[Any]) -> type[Any]:
     class RecordsElsewhere(cls):
-        def _plan_once(self, metadata: Any) -> None:
-            super()._plan_once(metadata)
+        def _plan_once(self, metadata: Any, run: Any) -> None:
+            super()._plan_once(metadata, run)
             self.last_event.record(torch.cuda.Stream())
 
     return RecordsElsewhere
