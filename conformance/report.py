@@ -6,18 +6,19 @@ and is refused.
 
 from __future__ import annotations
 
+import fcntl
 import json
-import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, TextIO, cast
 
 from pydantic import ValidationError
 
@@ -98,8 +99,12 @@ class Resumed:
 class Writer:
     """Appends lines to a file, each flushed. Leaving the context writes the footer.
 
-    An exception other than KeyboardInterrupt is a fault of the harness: then there is no footer.
+    An exception other than KeyboardInterrupt is a fault of the harness: then there is no footer. Nor is there one
+    where the file could not be written to its end: `lost` says why, and the run goes on.
     With `resumed`, the file goes on behind the verdicts that it has, and these are not written again.
+
+    Raises:
+        ReportError: the file cannot be written, or another run writes it.
     """
 
     def __init__(self, path: str | Path, header: Header, resumed: Resumed | None = None) -> None:
@@ -109,13 +114,8 @@ class Writer:
         for key, lines in self._on_file.items():
             self._count(earlier.known[key], lines)
         self.interrupted = False
-        try:
-            if resumed is not None:
-                os.truncate(path, resumed.size)
-            mode = "w" if resumed is None else "a"
-            self._file = Path(path).open(mode, encoding="utf-8")  # noqa: SIM115 - closed on exit
-        except OSError as error:
-            raise ReportError(f"{path}: cannot be written ({error.strerror})") from None
+        self.lost: str | None = None
+        self._file = _opened(path, 0 if resumed is None else resumed.size)
         if resumed is None:
             self._write(header)
 
@@ -169,14 +169,46 @@ class Writer:
                     unsupported=self._unsupported,
                 )
             )
-        self._file.close()
+        with self._losing():
+            self._file.close()
 
     def _write(self, line: Line) -> None:
         self._line(line.model_dump_json())
 
     def _line(self, text: str) -> None:
-        self._file.write(text + "\n")
-        self._file.flush()
+        if self.lost is None:
+            with self._losing():
+                self._file.write(text + "\n")
+                self._file.flush()
+
+    @contextmanager
+    def _losing(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.lost = self.lost or str(error.strerror)
+
+
+def _opened(path: str | Path, size: int) -> TextIO:
+    """The file, cut to `size` bytes and locked: two runs would write into each other's lines."""
+    try:
+        file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed on exit
+        _lock(file, path)
+        if Path(path).is_file():
+            file.truncate(size)
+    except OSError as error:
+        raise ReportError(f"{path}: cannot be written ({error.strerror})") from None
+    return file
+
+
+def _lock(file: TextIO, path: str | Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ReportError(f"{path}: another run is writing it") from None
+    except OSError:
+        return  # a file system without locks
 
 
 def _problem(finding: Finding) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import itertools
 import json
@@ -270,6 +272,29 @@ def test_fault_of_the_harness_exits_3(
     assert said[-1] == "conformance: the harness itself failed: ZeroDivisionError: by zero"
     with pytest.raises(report.ReportError, match="no footer"):
         report.read(here / "r.jsonl")
+
+
+def test_a_full_disk_is_told_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["run", "--backend", "torch", "--cases", "1", "--sessions", "0", "--check", "values"]
+    assert main([*argv, "--report", "/dev/full"]) == 2
+    told = capsys.readouterr()
+    assert "torch" in told.out
+    assert told.err.startswith("conformance: error: /dev/full: cannot be written (No space left on device): ")
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    left: list[bool] = []
+    monkeypatch.setattr("conformance.cli._leave_stdout", lambda: left.append(True))
+    with contextlib.redirect_stdout(Full()):
+        assert main(["backends"]) == 2
+    assert left
+    assert capsys.readouterr().err == (
+        "conformance: error: No space left on device: the run could not be told to its end\n"
+    )
 
 
 def test_interrupted_run_keeps_what_it_has(

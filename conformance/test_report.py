@@ -152,3 +152,21 @@ def test_schema_names_what_is_written(written: Path) -> None:
         if line["kind"] == "header":
             assert set(kinds["header"]["required"]) <= line.keys()
         assert line.keys() <= kinds[line["kind"]]["properties"].keys()
+
+
+def test_a_full_disk_ends_the_report_and_not_the_run() -> None:
+    with report.Writer("/dev/full", head()) as writer:
+        for _ in range(3):
+            writer.verdict(CASE, PASSED)
+    assert writer.lost == "No space left on device"
+
+
+def test_two_runs_write_no_report_together(written: Path) -> None:
+    with report.Writer(written, head()) as writer:
+        with pytest.raises(report.ReportError, match=r"report\.jsonl: another run is writing it$"):
+            report.Writer(written, head())
+        writer.verdict(CASE, PASSED)
+    assert report.read(written).footer.verdicts == 1
+    with report.Writer(written, head()):
+        pass
+    assert report.read(written).footer.verdicts == 0

@@ -68,7 +68,7 @@ class SGLangBackend:
     """What both backends share. A subclass names SGLang's class.
 
     Raises:
-        Refused: what the subclass does not declare, or layers with different windows.
+        Refused: what the subclass does not declare, or windows of two sizes.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -97,8 +97,8 @@ class SGLangBackend:
 
     def __init__(self, engine: EngineContext) -> None:
         refuse_undeclared(engine, self.capabilities)
-        if len(set(engine.windows)) > 1:
-            raise Refused(f"this adapter gives all layers one window, got {engine.windows}")
+        if len(set(engine.windows) - {None}) > 1:
+            raise Refused(f"SGLang has one window, which layers have or have not, got {engine.windows}")
         self.engine = engine
         sg = SimpleNamespace(**{name: _from(module, name) for name, module in WHERE.items()})
         sg.KVPool = kv_pool_class(sg.MHATokenToKVPool)
@@ -183,6 +183,7 @@ class FlashInfer(SGLangBackend):
         dtypes=frozenset({"float16", "bfloat16"}),
         head_dims=FI_HEAD_DIMS,
         window=True,
+        layer_windows=True,
         soft_cap=True,
         cuda_graph=True,
     )
@@ -199,6 +200,7 @@ class FlashAttention(SGLangBackend):
         page_sizes=frozenset({1, 2, 4, 8, 16, 32, 64, 128, 256}),
         head_dims=FA_HEAD_DIMS,
         window=True,
+        layer_windows=True,
         soft_cap=True,
         reads_unowned_slots=True,  # as backends.fa
         cuda_graph=True,

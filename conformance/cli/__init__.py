@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -36,13 +37,28 @@ def run_command(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("conformance: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read our output has gone; Python would complain once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read our output has gone
+        _leave_stdout()
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return _own_fault(error)
+        print(f"conformance: error: {error.strerror}: the run could not be told to its end", file=sys.stderr)
+        _leave_stdout()
+        return 2
     except Exception as error:  # noqa: BLE001 - the last resort
-        traceback.print_exc()
-        print(f"conformance: the harness itself failed: {type(error).__name__}: {error}", file=sys.stderr)
-        return 3
+        return _own_fault(error)
+
+
+def _own_fault(error: Exception) -> int:
+    traceback.print_exception(error)
+    print(f"conformance: the harness itself failed: {type(error).__name__}: {error}", file=sys.stderr)
+    return 3
+
+
+def _leave_stdout() -> None:
+    """Python would complain once more at exit about what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

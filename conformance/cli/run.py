@@ -128,6 +128,11 @@ def main(args: argparse.Namespace) -> int:
             writer.interrupted = interrupted
         _tell(campaign, args.checks, writer)
         _tell_failures(campaign, writer, shrunk=not interrupted)
+    if writer is not None and writer.lost is not None:
+        raise report.ReportError(
+            f"{args.report}: cannot be written ({writer.lost}): what was asked is above, but not all of it is in the "
+            "report"
+        )
     if interrupted:
         print("conformance: interrupted; what was asked until then is above", file=sys.stderr)
         return 130
