@@ -15,6 +15,11 @@ from cases.wanted import Wanted
 _LENGTH_BITS = 5
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 
+_TWO_LENDERS, _LARGE_UIDS = 128, 64
+"""Bits of `extra`."""
+_FOR_TWO_LENDERS = 4
+_UIDS_APART = 1 << 16
+
 Draw = Callable[[int], bytes]
 """Draws so many bytes: the lengths of a later batch."""
 _Span = tuple[int, int, int]
@@ -122,11 +127,19 @@ class _Batches:
         return found, [b >> _LENGTH_BITS for b in indices]
 
     def new_uids(self, count: int) -> range:
-        self.next_uid += count
-        return range(self.next_uid - count, self.next_uid)
+        apart = _UIDS_APART if self.chosen["extra"] & _LARGE_UIDS else 1
+        first = self.next_uid
+        self.next_uid += count * apart
+        return range(first, self.next_uid, apart)
+
+    def lender(self, index: int, count: int) -> int:
+        """Whose pages a request borrows: those of the first, or of the first of its half."""
+        half = -(-count // 2)
+        two = count >= _FOR_TWO_LENDERS and self.chosen["extra"] & _TWO_LENDERS
+        return half if two and index >= half else 0
 
     def shared(self, stored: int, owner_stored: int) -> int:
-        """Tokens that a request borrows from the first one of its batch."""
+        """Tokens that a request borrows from its lender."""
         if self.chosen["prefix"] == "own":
             return 0
         pages = min(stored, owner_stored) // self.page_size
@@ -202,10 +215,11 @@ class _EngineBatches(_Batches):
         return [*stay, (uid, max(cached, kv - self.row_limit + len(stay)), kv)]
 
     def _step(self, batch: str, spans: list[_Span]) -> Step:
-        owner, owner_stored, _ = spans[0]
         requests: list[AnyRequest] = []
         for i, (uid, cached, kv) in enumerate(spans):
-            shared = self.shared(cached, owner_stored) if i else 0
+            lender = self.lender(i, len(spans))
+            owner, owner_stored, _ = spans[lender]
+            shared = self.shared(cached, owner_stored) if i != lender else 0
             requests.append(_request(cached, kv - cached, uid, owner if shared else None, shared))
         kinds: dict[str, Kind] = {
             "decode": "decode",
@@ -250,9 +264,10 @@ class _KernelBatches(_Batches):
     def _request_step(self, spans: list[tuple[int, int]], decode: bool) -> Step:
         uids = self.new_uids(len(spans))
         requests: list[AnyRequest] = []
-        for uid, (qo, kv) in zip(uids, spans, strict=True):
-            shared = self.shared(kv, spans[0][1]) if uid != uids[0] else 0
-            requests.append(_kernel_request(qo, kv, uid, uids[0] if shared else None, shared))
+        for i, (uid, (qo, kv)) in enumerate(zip(uids, spans, strict=True)):
+            lender = self.lender(i, len(spans))
+            shared = self.shared(kv, spans[lender][1]) if i != lender else 0
+            requests.append(_kernel_request(qo, kv, uid, uids[lender] if shared else None, shared))
         return Step(tuple(requests), "decode" if decode else "prefill", "decode" if decode else "prefill")
 
 

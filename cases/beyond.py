@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from cases.batches import decode, kernel, step
-from cases.model import Case, Heads, Kind, Mask, Request, Step
+from cases.model import MAX_SPARE_PAGES, Case, Heads, Kind, Mask, Request, Step
 
 HEAD_DIMS = ((80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 """(qk, vo) that kernels are compiled for, beside 64."""
@@ -37,6 +37,10 @@ def _borrowing(kind: Kind, *requests: tuple[int, int, int]) -> Step:
     return Step(made, "decode" if kind == "decode" else "prefill", kind)
 
 
+def _paired(cached: int, extend: int, uid: int, lender: int | None) -> Request:
+    return Request(cached, extend, uid, lender, 0 if lender is None else 3)
+
+
 def _of_head_dims(qk: int, vo: int) -> dict[str, tuple[Case, str]]:
     heads, why = Heads(2, 1, qk, vo), f"head dims {qk}/{vo}, "
     return {
@@ -56,7 +60,18 @@ def _of_head_dims(qk: int, vo: int) -> dict[str, tuple[Case, str]]:
     }
 
 
-_POOL: dict[str, Any] = {"num_layers": 1, "placement": "reversed", "spare_pages": 32_800}
+def _short(count: int, first_uid: int = 0) -> Step:
+    """Decodes of 1 to 5 keys."""
+    return decode(*(1 + i % 5 for i in range(count)), first_uid=first_uid)
+
+
+def _prompts(count: int, first_uid: int = 0) -> Step:
+    return step("prefill", [(i % 3, 1 + i % 4) for i in range(count)], first_uid)
+
+
+_POOL: dict[str, Any] = {"num_layers": 1, "placement": "reversed", "spare_pages": MAX_SPARE_PAGES}
+_PAIRS = ((4, 0, None), (6, 1, 0), (5, 2, None), (7, 3, 2))
+"""(cached_len, uid, lender): two lenders, each with one borrower of three tokens."""
 
 BEYOND: dict[str, tuple[Case, str]] = {
     "pages_of_32_decode": (
@@ -84,8 +99,32 @@ BEYOND: dict[str, tuple[Case, str]] = {
         "row tiles of 64 and of 128 that are cut, full and just begun, behind hits",
     ),
     "thirty_three_prompts": (
-        _engine(step("prefill", [(i % 3, 1 + i % 4) for i in range(33)]), page_size=2, placement="scattered"),
+        _engine(_prompts(33), page_size=2, placement="scattered"),
         "a prefill batch of more requests than buffers for 16 or 32 hold",
+    ),
+    "prompts_of_16_and_65_requests": (
+        _engine(_prompts(16), _prompts(65, 100), page_size=2),
+        "as many requests as a buffer of 16 holds, and more than one of 64 does",
+    ),
+    "decode_of_16_32_48_requests": (
+        _engine(_short(16), _short(32, 100), _short(48, 200), page_size=2, placement="scattered"),
+        "batches of whole sixteens between the mix's 8 requests and 64",
+    ),
+    "decode_of_12_24_48_requests": (
+        replace(_engine(_short(12), _short(24, 100), _short(48, 200), page_size=2), seed=_SEED + 64),
+        "captured sizes that are no powers of two",
+    ),
+    "three_kv_heads_decode": (
+        _engine(decode(9, 4), heads=Heads(9, 3), page_size=4),
+        "three KV heads of three query heads each: neither count is a power of two",
+    ),
+    "three_kv_heads_prefill": (
+        _engine(step("mixed", [(3, 2), (0, 6)]), heads=Heads(9, 3), page_size=4),
+        "the same with a prompt beside a hit",
+    ),
+    "group_of_six": (
+        _engine(step("mixed", [(3, 2), (0, 6)]), decode(6, 7), heads=Heads(12, 2), page_size=4),
+        "six query heads a KV head, prefill and decode",
     ),
     "window_of_100_decode": (
         _engine(decode(150, 70, 101, 120), page_size=16, placement="scattered", mask=Mask(window=100)),
@@ -129,13 +168,51 @@ BEYOND: dict[str, tuple[Case, str]] = {
         _engine(step("prefill", [(2048, 3), (0, 5)]), page_size=16),
         "lengths that float16 does not hold, in a prefill batch",
     ),
+    "decode_of_1100": (
+        _engine(decode(1100, 5), num_layers=1),
+        "a page table of more columns than a block of 1,024 threads copies at once",
+    ),
+    "hit_of_1100": (
+        _engine(step("mixed", [(1100, 2), (0, 3)]), num_layers=1),
+        "the same in a prefill batch",
+    ),
+    "decode_of_65601": (
+        _engine(decode(65_601, 3), num_layers=1, page_size=16),
+        "a length that neither int16 nor uint16 holds",
+    ),
+    "uids_above_int16": (
+        _engine(
+            Step(
+                tuple(Request(n, 1, uid) for n, uid in ((3, 0), (5, 1 << 16), (4, 1 << 33))),
+                "decode",
+                "decode",
+            ),
+            placement="scattered",
+        ),
+        "uids that are one and the same in their low 16 bits, and in their low 32",
+    ),
+    "session_of_40_tokens": (
+        _engine(*(decode(n) for n in range(1, 41)), session=True),
+        "more batches in a row than a ring of pinned buffers has",
+    ),
     "page_ids_above_int16_decode": (
         _engine(decode(3, 5), **_POOL),
-        "page ids above 32,767: int16 holds none of them",
+        "page ids above 65,535: neither int16 nor uint16 holds them",
     ),
     "page_ids_above_int16_prefill": (
         _engine(step("mixed", [(3, 2), (0, 4)]), **_POOL),
         "the same in a prefill batch, which stores several tokens there",
+    ),
+    "two_pairs_share_decode": (
+        _engine(
+            Step(tuple(_paired(n, 1, uid, lender) for n, uid, lender in _PAIRS), "decode", "decode"),
+            placement="scattered",
+        ),
+        "two groups of requests share pages, each its own",
+    ),
+    "two_pairs_share_prefill": (
+        _engine(Step(tuple(_paired(n, 2, uid, lender) for n, uid, lender in _PAIRS)), placement="scattered"),
+        "the same with hits of several new tokens",
     ),
     "two_of_four_share_page_1": (
         _engine(_borrowing("decode", (6, 1, 0), (7, 1, 5), (6, 1, 2), (8, 1, 0)), placement="scattered"),
@@ -187,9 +264,25 @@ BEYOND: dict[str, tuple[Case, str]] = {
         _kernel([(1, 2049), (1, 5)], page_size=16),
         "a length that float16 rounds to 2048",
     ),
+    "kernel_decode_of_1100": (
+        _kernel([(1, 1100), (1, 5)]),
+        "more page ids than a block of 1,024 threads copies at once",
+    ),
+    "kernel_decode_of_48": (
+        _kernel([(1, 1 + i % 5) for i in range(48)], page_size=2, placement="scattered"),
+        "whole sixteens of requests",
+    ),
+    "kernel_three_kv_heads_decode": (
+        _kernel([(1, 9), (1, 4)], heads=Heads(9, 3), page_size=4),
+        "three KV heads of three query heads each: neither count is a power of two",
+    ),
+    "kernel_three_kv_heads_prefill": (
+        _kernel([(3, 9), (4, 4)], heads=Heads(9, 3), page_size=4),
+        "the same with several rows per request",
+    ),
     "kernel_page_ids_above_int16": (
-        _kernel([(1, 3), (1, 5)], placement="reversed", spare_pages=32_800),
-        "page ids above 32,767: int16 holds none of them",
+        _kernel([(1, 3), (1, 5)], placement="reversed", spare_pages=MAX_SPARE_PAGES),
+        "page ids above 65,535: neither int16 nor uint16 holds them",
     ),
     "kernel_thirty_three_prompts": (
         _kernel([(1 + i % 3, 3 + i % 4) for i in range(33)], page_size=2, placement="scattered"),

@@ -30,6 +30,8 @@ from fakes.recorder import Mode, resumed
 DUMMY_UID = -1
 _EAGER_EVERY = 4
 """By seed, one of so many decode steps runs eagerly between replays."""
+_EXACT_BIT = 64
+"""Of a seed: captured sizes are no powers of two."""
 _LSE_BIT = 128
 """Of a seed: `forward_return_lse` is captured where there is one."""
 
@@ -56,7 +58,7 @@ class Replay:
     @property
     def how(self) -> str:
         """What findings call it."""
-        return f"replayed for {self.size} requests"
+        return f"replayed for {self.size} request{'' if self.size == 1 else 's'}"
 
 
 @dataclass(slots=True)
@@ -106,13 +108,13 @@ def replayed_steps(case: Case) -> list[int]:
 def captured_sizes(case: Case) -> list[int]:
     """Batch sizes to capture: powers of two that hold the replayed steps.
 
-    By seed, each is one power larger than it need be or not, so that there is padding, and one size serves all steps or
-    each has its own.
+    Or no powers: by seed, as many as there are requests. By seed, each is larger than it need be or not, so that there is
+    padding, and one size serves all steps or each has its own.
     """
     counts = [len(case.steps[s].requests) for s in replayed_steps(case)]
-    sizes = {1 << (n - 1).bit_length() for n in counts}
+    sizes = set(counts) if case.seed & _EXACT_BIT else {1 << (n - 1).bit_length() for n in counts}
     if not case.seed & 1:
-        sizes = {2 * n for n in sizes}
+        sizes = {n + 1 for n in sizes} if case.seed & _EXACT_BIT else {2 * n for n in sizes}
     return sorted(sizes) if case.seed & 2 else [max(sizes)]
 
 

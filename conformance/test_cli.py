@@ -68,7 +68,8 @@ def sentence(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_correct_backend_exits_0(capsys: pytest.CaptureFixture[str], here: Path) -> None:
-    assert main(["run", "--backend", "torch", "--cases", "10", "--seed", "2", "--report", "r.jsonl"]) == 0
+    argv = ["run", "--backend", "torch", "--cases", "10", "--seed", "2", "--report", "r.jsonl"]
+    assert main([*argv, "--device-sim", "light"]) == 0
     said = capsys.readouterr().out
     assert "backends     torch\n" in said
     assert "left out     graphs and the room of their buffers, in-flight copies: they need the full" in said

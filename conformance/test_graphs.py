@@ -156,6 +156,8 @@ def test_sizes_and_eager_steps_vary_with_the_seed() -> None:
     steps = tuple(decode(*[2] * n) for n in (1, 3, 4, 2, 1, 1))
     sizes = {seed: captured_sizes(Case(steps, seed=seed)) for seed in range(4)}
     assert sizes == {0: [8], 1: [4], 2: [2, 8], 3: [1, 4]}
+    exact = {seed - 64: captured_sizes(Case(steps, seed=seed)) for seed in range(64, 68)}
+    assert exact == {0: [5], 1: [4], 2: [2, 4, 5], 3: [1, 3, 4]}
     assert replayed_steps(Case(steps)) == [0, 1, 2, 4, 5]
     assert replayed_steps(Case((decode(1),), seed=12)) == []
     phases: tuple[Phase, ...] = ("prefill", "decode")
