@@ -56,13 +56,14 @@ def batch_of(case: Case, tensors: StepTensors, call: Call, given: Mapping[str, A
     """The batch that a call (with its plan's arguments: `given`) is about."""
     step = tensors.step
     spans = () if call.attended is None else call.attended.spans
+    layer = -1 if call.at is None else call.at.layer
     return Batch(
         np.array(step.qo_lens),
         np.array(step.kv_lens),
         tensors.placed.slots,
         page_size,
         case.level == "engine",
-        tuple(_seen(case.mask.of_layer(call.at.layer), tensors)),
+        tuple(_seen(case.mask.of_layer(layer), tensors)),
         any(given.get(name) is not None for name in ("custom_mask", "packed_custom_mask")),
         tuple(len(span.slots) for span in spans) if len(spans) == len(step.qo_lens) else (),
     )

@@ -108,8 +108,8 @@ def replayed_steps(case: Case) -> list[int]:
 def captured_sizes(case: Case) -> list[int]:
     """Batch sizes to capture: powers of two that hold the replayed steps.
 
-    Or no powers: by seed, as many as there are requests. By seed, each is larger than it need be or not, so that there is
-    padding, and one size serves all steps or each has its own.
+    By seed, they are no powers but the numbers of requests; each is larger than it need be or not, so that there is
+    padding; one size serves all steps or each has its own.
     """
     counts = [len(case.steps[s].requests) for s in replayed_steps(case)]
     sizes = set(counts) if case.seed & _EXACT_BIT else {1 << (n - 1).bit_length() for n in counts}

@@ -92,7 +92,9 @@ class Session:
         device = self._open_gpu() if self._real else None
         for spec in self.specs:
             on_device = bool(self._real or spec.capabilities.library)
-            captured = spec.capabilities.cuda_graph and self._device_sim != "light"  # there, and only for that
+            captured = (
+                spec.capabilities.cuda_graph and self._device_sim != "light"
+            )  # there, and only for that
             if (on_device or captured) and device is None:
                 simulation = self._stack.enter_context(cuda.simulated_cuda(self._device_sim))
                 self._stack.enter_context(cuda.paused())

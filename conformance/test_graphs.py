@@ -13,6 +13,7 @@ import torch
 
 from backends.contract import EngineContext
 from backends.fa import FlashAttentionBackend
+from backends.fi import FlashInferBackend
 from cases.edges import EDGES
 from cases.model import Case, Phase, Request, Step
 from conformance.checks import graphs
@@ -138,6 +139,23 @@ def test_sinks_that_a_graph_was_captured_with_are_named(askers: dict[str, Asker]
     assert found[0].field == "sinks"
     assert "flash_attn_with_kvcache is given sinks, which no case has" in found[0].message
     assert len(found) > 1
+
+
+def test_a_scale_that_a_graph_was_captured_with_is_named(askers: dict[str, Asker]) -> None:
+    asker = askers["fi"]
+
+    class ScaledInGraphs(FlashInferBackend):
+        def prepare_for_replay(self, batch: Any) -> None:
+            self.plan_options |= {"sm_scale": 2 * self.engine.scale}
+            super().prepare_for_replay(batch)
+            self.plan_options |= {"sm_scale": self.engine.scale}
+
+    case = Case((decode(4, 2),))
+    spec = replace(asker.spec, factory=ScaledInGraphs)
+    found = graphs.check(Trial(Question(case), replace(asker, spec=spec)))
+    assert found
+    assert found[0].field == "sm_scale"
+    assert found[0].message == "replayed for 4 requests: sm_scale is 0.25, must be 0.125"
 
 
 def test_dummies_have_a_page_and_a_row_of_their_own() -> None:

@@ -15,7 +15,7 @@ def engine(kv_len: int, window: int | None = None, extend: int = 1) -> Case:
     return Case((Step((Request(kv_len - extend, extend, 0),)),), mask=Mask(window=window))
 
 
-def sentences(case: Case, got: list[float], want: list[float]) -> list[str]:
+def sentences(case: Case, got: list[float], want: list[float], kv_head: float = 0.0) -> list[str]:
     """Of a request's last row, by the weight of each position."""
     tensors = Question(case).step(0)
     rows, keys = tensors.step.num_rows, len(want)
@@ -30,7 +30,7 @@ def sentences(case: Case, got: list[float], want: list[float]) -> list[str]:
             slots=np.arange(keys),
             got=weights[0],
             want=weights[1],
-            kv_heads=np.zeros((rows, 1)),
+            kv_heads=np.full((rows, 1), kv_head),
             tolerance=1e-7,
         ),
         None,
@@ -101,3 +101,10 @@ def test_numbers_differ_in_print_where_they_differ() -> None:
     assert apart(1.0, 1.0, 4) == "1, must be 1"
     (line,) = sentences(engine(2), [0.207899, 0.792101], [0.207901, 0.792099])
     assert "position 0: 0.207899, must be 0.207901" in line
+
+
+def test_keys_of_another_head_are_told_by_their_values() -> None:
+    (line,) = sentences(engine(2), [0.25, 0.75], [0.5, 0.5], kv_head=2.0)
+    assert line == "has wrong weights, and the values of KV head 2, must have those of KV head 0"
+    (line,) = sentences(engine(2), [0.25, 0.75], [0.5, 0.5], kv_head=0.4)
+    assert "a mixture of KV heads (their mean is 0.4)" in line

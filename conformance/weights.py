@@ -12,6 +12,8 @@ from cases.tensors import StepTensors
 from conformance.compare import apart
 from reference.masks import visible
 
+_OTHER_HEAD = 0.01
+"""By how much the mean KV head of another head differs at least."""
 _UNDERFLOW = 1e-6
 """A smaller weight may be rounded to 0."""
 
@@ -53,19 +55,20 @@ def _wrong_heads(weights: Weights) -> list[str]:
     heads = weights.case.heads
     must = np.repeat(np.arange(heads.num_kv_heads), heads.group_size)
     reads = weights.want.sum(axis=2) > 0
-    wrong = np.argwhere(reads & (np.abs(weights.kv_heads - must) > 0.01))
+    wrong = np.argwhere(reads & (np.abs(weights.kv_heads - must) > _OTHER_HEAD))
     if not len(wrong):
         return []
     row, head = (int(i) for i in wrong[0])
-    got = weights.kv_heads[row, head]
-    which = (
-        f"KV head {got:.0f}"
-        if abs(got - round(got)) < 0.01
-        else f"a mixture of KV heads (their mean is {got:.3g})"
-    )
+    which = _kv_head(weights.kv_heads[row, head])
     in_heads = ", ".join(map(str, sorted({int(h) for _, h in wrong})))
     where = f"row {row}, head {head} takes the values of {which}, must take those of KV head {must[head]}"
     return [f"every row gives its keys the right weights, but {where} (wrong in heads {in_heads})"]
+
+
+def _kv_head(mean: float) -> str:
+    if abs(mean - round(mean)) < _OTHER_HEAD:
+        return f"KV head {mean:.0f}"
+    return f"a mixture of KV heads (their mean is {mean:.3g})"
 
 
 class _Row:
@@ -184,6 +187,10 @@ class _Row:
         return []
 
     def _weighed_wrongly(self) -> list[str]:
+        head, must = self.weights.kv_heads[self.row, self.head], self.head // self.case.heads.group_size
+        if abs(head - must) > _OTHER_HEAD:
+            which = _kv_head(head)
+            return [f"has wrong weights, and the values of {which}, must have those of KV head {must}"]
         got, want = self.got[self.columns], self.want[self.columns]
         worst = np.argsort(-np.abs(got - want), kind="stable")[:4]
         each = ", ".join(f"position {i}: {apart(got[i], want[i], 4)}" for i in worst if got[i] != want[i])

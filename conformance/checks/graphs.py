@@ -13,6 +13,7 @@ import torch
 
 from conformance import reading
 from conformance.checks import lse, pool, values
+from conformance.checks.metadata import wrong_factors
 from conformance.checks.stepwise import found_in
 from conformance.compare import describe
 from conformance.decode import LayerTensors, ReadSpan, doubtful, read_spans
@@ -49,7 +50,7 @@ def findings(trial: Trial, done: GraphExecution) -> list[Finding]:
             *_plans(at),
             *_memory(at),
             *_reads(trial, done, at),
-            *(_unasked(at) if outputs else []),
+            *(_causes(trial, done, at) if outputs else []),
             *outputs,
             *_lse(trial, done, at.step, at.run.layers, at.how),
             *_padding(trial, at),
@@ -130,9 +131,9 @@ def _memory(at: Replay) -> list[Finding]:
 def _reads(trial: Trial, done: GraphExecution, at: Replay) -> list[Finding]:
     """What each captured layer read: its own keys in the real rows, nothing but the dummies' page in the others."""
     tensors, found = trial.question.step(at.step), list[Finding]()
-    for layer, handed in enumerate(at.run.layers):
+    for layer in range(len(at.run.layers)):
         calls = [c for c in at.calls if c.layer == layer]
-        decoded = [pair for c in calls for pair in _decoded(trial, done, c, handed, at.step, layer)]
+        decoded = [pair for c in calls for pair in _decoded(trial, done, c, at, layer)]
         count = len(tensors.step.requests)
         real = [pair for pair in decoded if pair[1].rows[0] < count]
         padding = [span for _, span in decoded if span.rows[0] >= count]
@@ -152,12 +153,15 @@ def _reads(trial: Trial, done: GraphExecution, at: Replay) -> list[Finding]:
 
 
 def _decoded(
-    trial: Trial, done: GraphExecution, call: CapturedCall, handed: LayerRun, step: int, layer: int
+    trial: Trial, done: GraphExecution, call: CapturedCall, at: Replay, layer: int
 ) -> list[tuple[Attended, ReadSpan]]:
-    k_pool, v_pool = done.pool.k_cache(layer), done.pool.v_cache(layer)
-    at = LayerTensors(trial.case, trial.question.step(step), layer, handed, k_pool, v_pool)
-    spans = read_spans(call.attended, at)
+    spans = read_spans(call.attended, _tensors(trial, done, at, layer))
     return [(call.attended, span) for span in spans if span.num_rows]
+
+
+def _tensors(trial: Trial, done: GraphExecution, at: Replay, layer: int) -> LayerTensors:
+    k_pool, v_pool = done.pool.k_cache(layer), done.pool.v_cache(layer)
+    return LayerTensors(trial.case, trial.question.step(at.step), layer, at.run.layers[layer], k_pool, v_pool)
 
 
 def _plainly(real: list[tuple[Attended, ReadSpan]], slots: tuple[np.ndarray, ...]) -> bool:
@@ -182,13 +186,17 @@ def _fields(trial: Trial, at: Replay, calls: list[CapturedCall]) -> list[Finding
     ]
 
 
-def _unasked(at: Replay) -> list[Finding]:
-    """What nobody asked for, where it may be why an output is wrong."""
-    return [
-        field.finding(NAME, at.step, captured.layer, how=f"{at.how}: ")
-        for captured in at.calls
-        for field in unasked(captured.call)
-    ][:1]
+def _causes(trial: Trial, done: GraphExecution, at: Replay) -> list[Finding]:
+    """What of a call may be why an output is wrong: a factor, or what nobody asked for."""
+    how = f"{at.how}: "
+    for captured in at.calls:
+        found = [field.finding(NAME, at.step, captured.layer, how=how) for field in unasked(captured.call)]
+        if 0 <= captured.layer < len(at.run.layers):
+            tensors = _tensors(trial, done, at, captured.layer)
+            found += wrong_factors(NAME, captured.attended, tensors, at.step, how)
+        if found:
+            return found[:1]
+    return []
 
 
 def _foreign(done: GraphExecution, at: Replay, layer: int, spans: list[ReadSpan]) -> list[Finding]:

@@ -109,7 +109,7 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
             continue
         if not plainly:
             decoded += [(attended, span) for span in read_spans(attended, at)]
-        found += _scalars(trial, attended, at, step)
+        found += wrong_factors(NAME, attended, at, step)
         found += [field.finding(NAME, step, layer) for field in unasked(call)]
     mask = trial.case.mask.of_layer(layer)
     if plainly or _as_asked(trial, tensors, mask, decoded):
@@ -135,9 +135,12 @@ def _page_size(call: Call) -> int:
     return 0 if call.attended is None or call.attended.layout == "ragged" else call.attended.page_size
 
 
-def _scalars(trial: Trial, attended: Attended, at: LayerTensors, step: int) -> list[Finding]:
-    """Factors of the call; one that a backend has multiplied into a tensor of its own is not judged."""
-    case, layer = trial.case, at.layer
+def wrong_factors(
+    check: str, attended: Attended, at: LayerTensors, step: int, how: str = ""
+) -> list[Finding]:
+    """Factors of a call that are not the case's; one that a backend has multiplied into a tensor of its own is not
+    judged. `how` stands before each message."""
+    case, layer = at.case, at.layer
     found: list[Finding] = []
     factors = (
         ("sm_scale", attended.scale, case.scale),
@@ -149,11 +152,13 @@ def _scalars(trial: Trial, attended: Attended, at: LayerTensors, step: int) -> l
     folded = {"sm_scale": queries or keys, "k_scale": keys, "v_scale": values}
     for field, got, want in off:
         if not folded[field]:
-            message = f"{field} is {got:.6g}, must be {want:.6g}"
-            found.append(Finding(check=NAME, step=step, layer=layer, field=field, message=message))
+            message = f"{how}{field} is {got:.6g}, must be {want:.6g}"
+            found.append(Finding(check=check, step=step, layer=layer, field=field, message=message))
     if not math.isclose(attended.soft_cap, case.mask.soft_cap or 0.0, rel_tol=1e-6):
-        message = f"the soft cap is {attended.soft_cap or 'none'}, must be {case.mask.soft_cap or 'none'}"
-        found.append(Finding(check=NAME, step=step, layer=layer, field="soft_cap", message=message))
+        message = (
+            f"{how}the soft cap is {attended.soft_cap or 'none'}, must be {case.mask.soft_cap or 'none'}"
+        )
+        found.append(Finding(check=check, step=step, layer=layer, field="soft_cap", message=message))
     return found
 
 

@@ -51,8 +51,12 @@ def _nan_findings(trial: Trial) -> list[Finding]:
                         step=step,
                         layer=layer,
                         request=int(tensors.rows.request[rows[0]]),
-                        message=f"{len(rows)} rows hold NaN: an output element was never written, "
-                        "or a slot that no request owns was read",
+                        message=f"{_counted(len(rows))} NaN, whatever the pool holds: an output element was never "
+                        "written, or NaN was computed",
                     )
                 )
     return found
+
+
+def _counted(rows: int) -> str:
+    return "1 row holds" if rows == 1 else f"{rows} rows hold"
