@@ -71,7 +71,9 @@ class Capabilities:
     empty_lse: Literal["-inf", "sentinel"] = "-inf"
     """LSE of a row that sees no key: -inf, or any value below -1000."""
     bit_equal: bool = False
-    """A request's result has the same bits whatever its batch mates, their order and the pages' places."""
+    """A request's result has the same bits whatever its batch mates, their order and the pages' places.
+
+    Kernels that split keys by the size of the batch break this on a GPU; their fakes do not."""
     variants: tuple[Variant, ...] = ()
     """Combinations of settings that it takes, where not all of what is declared above goes together: on a GPU those
     whose kernels are compiled. Empty: all."""
@@ -235,8 +237,8 @@ class GraphBackend(Backend, Protocol):
     def prepare_for_capture(self, batch: Batch) -> None:
         """Instead of `prepare_metadata`, for a batch of dummies whose size is one of `bs_list`.
 
-        Leave in `batch.attn_metadata` what `forward` needs, all of it in the buffers. `forward` then runs twice in
-        every layer, the second time while the graph records it: it must neither read a tensor on the host nor
+        Leave in `batch.attn_metadata` what `forward` needs, all of it in the buffers. `forward` (or, where an LSE is
+        declared, `forward_return_lse`) then runs twice in every layer, the second time while the graph records it: it must neither read a tensor on the host nor
         synchronise.
         """
         ...
