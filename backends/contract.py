@@ -238,8 +238,8 @@ class GraphBackend(Backend, Protocol):
         """Instead of `prepare_metadata`, for a batch of dummies whose size is one of `bs_list`.
 
         Leave in `batch.attn_metadata` what `forward` needs, all of it in the buffers. `forward` (or, where an LSE is
-        declared, `forward_return_lse`) then runs twice in every layer, the second time while the graph records it: it must neither read a tensor on the host nor
-        synchronise.
+        declared, `forward_return_lse`) then runs twice in every layer, the second time while the graph records it: it
+        must neither read a tensor on the host nor synchronise.
         """
         ...
 

@@ -191,8 +191,8 @@ BEYOND: dict[str, tuple[Case, str]] = {
         ),
         "uids that are one and the same in their low 16 bits, and in their low 32",
     ),
-    "session_of_40_tokens": (
-        _engine(*(decode(n) for n in range(1, 41)), session=True),
+    "session_of_26_tokens": (
+        _engine(*(decode(n) for n in range(1, 27)), session=True),
         "more batches in a row than a ring of pinned buffers has",
     ),
     "page_ids_above_int16_decode": (

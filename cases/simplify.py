@@ -50,6 +50,7 @@ def simpler(case: Case) -> Iterator[Case]:
         _shorter_together,
         _shorter,
         _plainer_steps,
+        _other_seeds,
     ):
         for changed, settings in change(case, drafts):
             if settings.get("session", case.session):
@@ -95,6 +96,14 @@ def _fewer_requests(_: Case, drafts: Sequence[Draft]) -> Changes:
     for dropped in [*halves, *([uid] for uid in uids)]:
         kept = [draft._replace(requests=_without(draft.requests, set(dropped))) for draft in drafts]
         yield kept, {}
+
+
+def _other_seeds(case: Case, drafts: Sequence[Draft]) -> Changes:
+    """Another seed, alone and with fewer requests: what checks draw by it may stand in the way of a smaller case."""
+    for seed in dict.fromkeys((0, case.seed & ~1, case.seed ^ 1)):
+        yield drafts, {"seed": seed}
+        for kept, _ in _fewer_requests(case, drafts):
+            yield kept, {"seed": seed}
 
 
 def _alone_at_the_end(case: Case, drafts: Sequence[Draft]) -> Changes:

@@ -133,7 +133,7 @@ class CaseTensors:
             else:
                 page_size, shape = self.case.page_size, (self.plan.num_rows, self.case.table_width)
                 free = (placed.free_pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
-                table = free.astype(np.int32).take(np.arange(shape[0] * shape[1]), mode="wrap").reshape(shape)
+                table = free.astype(np.int32)[np.arange(shape[0] * shape[1]) % len(free)].reshape(shape)
             for row, slots in zip(placed.rows, placed.slots, strict=True):
                 table[row, : len(slots)] = slots
             self._tables[step] = from_array(table)

@@ -92,11 +92,8 @@ class Session:
         device = self._open_gpu() if self._real else None
         for spec in self.specs:
             on_device = bool(self._real or spec.capabilities.library)
-            captured = (
-                spec.capabilities.cuda_graph and self._device_sim != "light"
-            )  # there, and only for that
-            if (on_device or captured) and device is None:
-                simulation = self._stack.enter_context(cuda.simulated_cuda(self._device_sim))
+            if (on_device or self._for_graphs(spec)) and device is None:
+                simulation = self._simulation()
                 self._stack.enter_context(cuda.paused())
                 self._full = simulation.kind == "full"
                 device = Machine(simulation)
@@ -107,6 +104,17 @@ class Session:
         for library in sorted(self._needed & DISTRIBUTIONS.keys()):
             importlib.import_module(library)  # which one answers must be known before anything is asked
         self.libraries = answered()
+
+    def _for_graphs(self, spec: BackendSpec) -> bool:
+        """Whether a backend that runs on the plain CPU needs the simulated device for its graphs."""
+        return not self._real and spec.capabilities.cuda_graph and self._device_sim != "light"
+
+    def _simulation(self) -> cuda.Simulation:
+        """A process has one device: that of a session around this one, if it will do."""
+        around = cuda.current()
+        if around is not None and self._device_sim in ("auto", around.kind):
+            return around
+        return self._stack.enter_context(cuda.simulated_cuda(self._device_sim))
 
     def _enter_environment(self, spec: BackendSpec) -> None:
         """Of an engine: its import, and the releases that it pins."""

@@ -8,9 +8,13 @@ import torch
 import conformance
 from backends.registry import BackendError
 from backends.torch_sdpa import TorchBackend
+from cases.model import Case, Request, Step
 from conformance import misbehave
 from conformance.campaign import Campaign
+from conformance.examine import examine
+from conformance.question import Question
 from conformance.session import Session
+from fakes import cuda
 from fakes.cuda import DeviceUnavailable
 
 
@@ -159,6 +163,16 @@ def test_session_knows_what_its_device_leaves_out(name: str) -> None:
             assert session.left_out == "nothing"
     except DeviceUnavailable as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("outer", ["torch", "fa"])
+def test_a_session_inside_another_uses_its_device(outer: str) -> None:
+    question = Question(Case((Step((Request(4, 1), Request(2, 1, 1)), "decode", "decode"),)))
+    with Session([outer]) as around:
+        with Session(["fi"]) as session:
+            assert not examine(question, session.askers[0]).findings
+        assert not examine(question, around.askers[0]).findings
+    assert cuda.current() is None
 
 
 def test_number_of_threads_is_restored() -> None:

@@ -164,6 +164,69 @@ class TwoLayers(_Attending):
         return {"k_cache": pool.k_cache(self.at % 2), "v_cache": pool.v_cache(self.at % 2)}
 
 
+class WholeSixteens(_Altered):
+    """Batches of whole sixteens lose a key of the last request."""
+
+    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
+        count = len(batch.padded_reqs)
+        lens = metadata.cache_seqlens.clone()
+        lens[-1] -= int(count % 16 == 0 and batch.reqs[-1].device_len > 1)
+        return replace(metadata, cache_seqlens=lens)
+
+
+class BufferFor64(_Altered):
+    """Requests of a prefill batch from the 65th on have the 64th one's pages."""
+
+    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
+        table = metadata.page_table.clone()
+        if batch.is_prefill:
+            table[64:] = table[63:64]
+        return replace(metadata, page_table=table)
+
+
+class ColumnsOfOneBlock(_Altered):
+    """Of a page table 1,024 columns are copied."""
+
+    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
+        table = metadata.page_table.clone()
+        table[:, 1024:] = table[:, :1]
+        return replace(metadata, page_table=table)
+
+
+class UInt16Lengths(_Altered):
+    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
+        return replace(metadata, cache_seqlens=metadata.cache_seqlens % 2**16)
+
+
+class OneLender(_Altered):
+    """Who shares the third request's first page is given the first one's."""
+
+    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
+        table = metadata.page_table.clone()
+        if len(table) > 3:
+            table[3, 0] = torch.where(table[3, 0] == table[2, 0], table[0, 0], table[3, 0])
+        return replace(metadata, page_table=table)
+
+
+class KeptByShortUid(_Altered):
+    """Lengths are kept by the low 16 bits of a uid."""
+
+    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
+        lens = {req.uid % 2**16: req.device_len for req in reversed(batch.padded_reqs)}
+        kept = [lens[req.uid % 2**16] for req in batch.padded_reqs]
+        return replace(metadata, cache_seqlens=self._to_device(kept))
+
+
+class HeadsByShift(_Attending):
+    """Groups are rounded up to a power of two: heads of three and of six to a KV head read the wrong one."""
+
+    def altered(self, given: dict[str, Any]) -> dict[str, Any]:
+        qo, kv = given["q"].shape[1], given["k_cache"].shape[2]
+        rounded = 1 << (qo // kv - 1).bit_length()
+        order = [(head // rounded) % kv * (qo // kv) + head % (qo // kv) for head in range(qo)]
+        return {"q": given["q"][:, order]} if rounded != qo // kv else {}
+
+
 class Int16Pages(FlashInferBackend):
     def _page_ids(self, reqs: Any) -> torch.Tensor:
         return super()._page_ids(reqs).to(torch.int16).int()
@@ -205,9 +268,14 @@ FAULTS: dict[type[Any], tuple[str, ...]] = {
     Int16KernelPages: ("kernel_page_ids_above_int16",),
     PrefixOfTwo: ("two_of_four_share_page_1", "two_of_four_share_page_16", "two_of_three_share_prefill"),
     KeptByLengths: ("row_and_lengths_of_one_who_left",),
+    WholeSixteens: ("decode_of_16_32_48_requests",),
+    BufferFor64: ("prompts_of_16_and_65_requests",),
+    ColumnsOfOneBlock: ("decode_of_1100", "hit_of_1100"),
+    UInt16Lengths: ("decode_of_65601",),
+    OneLender: ("two_pairs_share_decode", "two_pairs_share_prefill"),
+    KeptByShortUid: ("uids_above_int16",),
+    HeadsByShift: ("three_kv_heads_decode", "three_kv_heads_prefill", "group_of_six"),
 }
-RAISING = {Int16Pages, Int16KernelPages}
-"""Their page ids are negative, which the fakes refuse."""
 
 
 @pytest.fixture(scope="module")
@@ -222,8 +290,7 @@ def test_an_edge_shows_its_fault(correct: Asker, fault: type[Any]) -> None:
     for name in FAULTS[fault]:
         verdict = examine(Question(BEYOND[name][0]), asker, {"metadata", "values"})
         assert verdict.failed, name
-        raised = Outcome.RAISED in verdict.outcomes.values()
-        assert raised == (fault in RAISING), name
+        assert Outcome.RAISED not in verdict.outcomes.values(), name
 
 
 def test_no_pool_of_an_edge_is_large() -> None:
