@@ -40,12 +40,12 @@ def test_public_names() -> None:
 
 
 def test_right_backend_passes() -> None:
-    conformance.check(Right, cases=5)
+    conformance.check(Right, cases=5, sessions=2)
 
 
 def test_wrong_backend_fails_with_its_smallest_case() -> None:
     with pytest.raises(AssertionError) as caught:
-        conformance.check(ForgetsTheLastKey, cases=20)
+        conformance.check(ForgetsTheLastKey, cases=20, sessions=2)
     said = str(caught.value)
     assert said.startswith("backend ")
     assert "FAIL " in said

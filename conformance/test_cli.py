@@ -93,7 +93,8 @@ def test_library_that_answered_is_on_record(here: Path, capsys: pytest.CaptureFi
 
 
 def test_findings_exit_1_and_are_replayed(capsys: pytest.CaptureFixture[str], here: Path) -> None:
-    assert main(["run", "--backend", "my_backends:Wrong", "--cases", "5", "--report", "r.jsonl"]) == 1
+    argv = ["run", "--backend", "my_backends:Wrong", "--cases", "5", "--sessions", "2", "--report", "r.jsonl"]
+    assert main([*argv, "--check", "smoke", "--check", "values"]) == 1
     said = capsys.readouterr().out
     assert "FAIL " in said
     line = next(line for line in said.splitlines() if line.startswith("replay: "))

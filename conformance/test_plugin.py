@@ -52,7 +52,7 @@ def run_pytest(cwd: Path, *argv: str, **environment: str) -> tuple[int, str]:
 
 def test_suite_on_backends_of_ones_own(here: Path) -> None:
     argv = ("--pyargs", "conformance", "--strict-markers", "-m", "cpu", "--cases", "10", "-v")
-    argv += ("--device-sim", "light")
+    argv += ("--device-sim", "light", "--sessions", "3")
     code, said = run_pytest(here, *argv, "--backend", "mine:Right", "--backend", "mine:Wrong")
     assert code == 1
     assert "test_check[mine:Right-values] PASSED" in said

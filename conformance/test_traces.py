@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ CORRECT = ["torch", "fi", "fi-paged", "fa", "fa,fi", "fi,fa"]
 
 @pytest.mark.parametrize("trace", ["azure_tiny.csv", "mooncake_tiny.jsonl"])
 def test_correct_backends_pass(trace: str) -> None:
-    asked = list(batches(read_trace(DATA / trace), page_size=16))[::3]
+    asked = list(batches(read_trace(DATA / trace), page_size=16))[::5]
     assert asked
     with Session(CORRECT) as session:
         sweep = Sweep(session.askers)
@@ -34,5 +35,6 @@ def test_a_lost_prefix_is_caught(mode: str) -> None:
     with Session([mutant.base], mode="strict" if mode == "strict" else "faithful") as session:
         (correct,) = session.askers
         sweep = Sweep([Asker(mutant.spec(correct.spec), correct.machine, correct.mode)])
-        sweep.ask_all(asked)
-    assert mutant.check in sweep.tallies[mutant.name].failures
+        failures = sweep.tallies[mutant.name].failures
+        sweep.ask_all(takewhile(lambda _: not failures, asked))
+    assert mutant.check in failures
