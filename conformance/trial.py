@@ -89,7 +89,11 @@ class Trial:
         """What the checks that have run found, by name."""
         self._run = asker.start(question)
         self._lse_first = self.spec.capabilities.level == "kernel" or not question.case.seed & 2
-        self.first = self._execute(nan=asker.poisons_with_nan)
+
+    @cached_property
+    def first(self) -> Execution:
+        """The one that is looked at closely, made when it is first looked at."""
+        return self._execute(nan=self.asker.poisons_with_nan)
 
     def _execute(self, *, nan: bool, otherwise: bool = False) -> Execution:
         """Once more through the method of the first execution, or through the other."""
@@ -102,6 +106,7 @@ class Trial:
     @cached_property
     def second(self) -> Execution:
         """The other of the two, made when it is first looked at."""
+        self.first  # noqa: B018 - the backend object's first execution is that one
         self.asker.machine.soil()
         return self._execute(nan=False, otherwise=self.spec.capabilities.level == "engine")
 
@@ -147,7 +152,7 @@ class Trial:
         return graph_execution(self.question, self.spec, self.asker.machine, self.asker.mode)
 
     def answer(self, step: int, layer: int) -> Answer:
-        own = self.first.answers.get((step, layer))
+        own = self.first.answers.get((step, layer)) if self.spec.capabilities.merges else None
         return self.question.answer(step, layer) if own is None else own
 
     def request_of(self, step: int, row: int) -> int | None:
