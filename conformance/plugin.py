@@ -20,7 +20,7 @@ from conformance.shadow import ROOMS, ShadowError, add_current_folder, require_f
 if TYPE_CHECKING:
     from conformance.suite import Results
 
-DEFAULT_CASES = 60
+DEFAULT_CASES = 40
 """Random cases per backend: what keeps all built-in backends below a minute."""
 DEFAULT_SESSIONS = 4
 
