@@ -11,9 +11,9 @@ def facts(case: Case) -> dict[str, Any]:
     """The facts of a case by name.
 
     Beside the settings of the case: the longest lengths, and which unusual things happen in any of its requests.
-    `rows_without_keys`: a row sees no key at all; `rows_before_keys`: one of a request that has keys, since there are
-    more rows than keys under a causal mask; `requests_without_keys`: kv_len is 0 and there are rows;
-    `empty_requests`: qo_len is 0.
+    `layer_windows`: some layers have the window, others have none. `rows_without_keys`: a row sees no key at all;
+    `rows_before_keys`: one of a request that has keys, since there are more rows than keys under a causal mask;
+    `requests_without_keys`: kv_len is 0 and there are rows; `empty_requests`: qo_len is 0.
     """
     heads, mask = case.heads, case.mask
     requests = [r for step in case.steps for r in step.requests]
