@@ -118,7 +118,6 @@ _VARIANT_RULES = {
     "kv_dtype": _one_of(*get_args(KVDType)),
     "head_dims": _Rule(_is_pair, f"a pair (qk, vo) of ints {_LIMITS}"),
     "window": _BOOL,
-    "layer_windows": _BOOL,
     "soft_cap": _BOOL,
     "group_sizes": _COUNTS,
     "phases": _RULES["phases"],

@@ -70,6 +70,13 @@ def test_hybrid_is_the_meet_of_its_parts() -> None:
     assert resolve("fi,fi").name == "fi"
 
 
+def test_a_class_may_declare_variants() -> None:
+    class Declares(TorchBackend):
+        capabilities = Capabilities(variants=(Variant(), Variant(window=True)))
+
+    assert spec_of(Declares).capabilities.variants == Declares.capabilities.variants
+
+
 def test_meet_keeps_what_both_parts_declare() -> None:
     every = Capabilities(
         library=frozenset({"flashinfer"}),
