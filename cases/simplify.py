@@ -101,6 +101,8 @@ def _fewer_requests(_: Case, drafts: Sequence[Draft]) -> Changes:
 def _other_seeds(case: Case, drafts: Sequence[Draft]) -> Changes:
     """Another seed, alone and with fewer requests: what checks draw by it may stand in the way of a smaller case."""
     for seed in dict.fromkeys((0, case.seed & ~1, case.seed ^ 1)):
+        if seed == case.seed:
+            continue
         yield drafts, {"seed": seed}
         for kept, _ in _fewer_requests(case, drafts):
             yield kept, {"seed": seed}

@@ -125,17 +125,10 @@ def doubtful(spans: Sequence[ReadSpan], num_rows: int) -> bool:
     return any(not span.sure for span in spans)
 
 
-def is_plain(
-    case: Case,
-    tensors: StepTensors,
-    call: Call,
-    handed: LayerRun,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    layer: int,
-) -> bool:
+def is_plain(call: Call, at: LayerTensors) -> bool:
     """Whether one call does all that a layer asks, in the plain way: the usual case, told without decoding it."""
-    a, mask, step = call.attended, case.mask.of_layer(layer), tensors.step
+    case, tensors, handed = at.case, at.tensors, at.handed
+    a, mask, step = call.attended, case.mask.of_layer(at.layer), tensors.step
     if a is None or a.custom is not None or mask.custom is not None or mask.window is not None:
         return False
     if a.window_left >= 0 or a.window_right > 0 or len(a.spans) != len(step.requests):
@@ -147,7 +140,7 @@ def is_plain(
     if a.layout == "ragged":
         wanted, k, v = np.arange(len(tensors.tokens.uid)), handed.k, handed.v
     elif a.layout == case.layout and (a.layout == "NHD" or a.page_size == case.page_size):
-        wanted, k, v = tensors.slots, k_pool, v_pool
+        wanted, k, v = tensors.slots, at.k_pool, at.v_pool
     else:
         return False
     for given, own in ((a.k, k), (a.v, v)):

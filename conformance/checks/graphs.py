@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from conformance import reading
-from conformance.checks import lse, pool, values
+from conformance.checks import inputs, lse, pool, values
 from conformance.checks.metadata import wrong_factors
 from conformance.checks.stepwise import found_in
 from conformance.compare import describe
@@ -54,7 +54,7 @@ def findings(trial: Trial, done: GraphExecution) -> list[Finding]:
             *outputs,
             *_lse(trial, done, at.step, at.run.layers, at.how),
             *_padding(trial, at),
-            *_inputs(at),
+            *(inputs.changed(NAME, at.step, name, f"{at.how}: ") for name in at.run.changed[:1]),
             *_pool(trial, done, at),
         ]
     replayed = {at.step for at in done.replays}
@@ -227,14 +227,6 @@ def _lse(trial: Trial, done: GraphExecution, step: int, layers: list[LayerRun], 
         return []
     found = (f for i, handed in enumerate(layers) for f in lse.layer_findings(trial, handed, step, i))
     return [replace(f, check=NAME, message=f"{how}: {f.message}") for f in islice(found, 1)]
-
-
-def _inputs(at: Replay) -> list[Finding]:
-    message = f"{at.how}: {{}} was changed by the backend"
-    return [
-        Finding(check=NAME, step=at.step, field=name.split()[0], message=message.format(name))
-        for name in at.run.changed[:1]
-    ]
 
 
 def _padding(trial: Trial, at: Replay) -> list[Finding]:

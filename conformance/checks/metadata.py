@@ -100,9 +100,8 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
     pool = trial.pool
     decoded: list[tuple[Attended, ReadSpan]] = []
     found: list[Finding] = []
-    k_pool, v_pool = pool.k_cache(layer), pool.v_cache(layer)
-    at = LayerTensors(trial.case, tensors, layer, handed, k_pool, v_pool)
-    plainly = len(calls) == 1 and is_plain(trial.case, tensors, calls[0], handed, k_pool, v_pool, layer)
+    at = LayerTensors(trial.case, tensors, layer, handed, pool.k_cache(layer), pool.v_cache(layer))
+    plainly = len(calls) == 1 and is_plain(calls[0], at)
     for call in calls:
         attended = call.attended
         if attended is None:
