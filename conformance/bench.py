@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from conformance.benches import devices, needles, throughput
-from conformance.choices import UsageError
 from conformance.cli.parser import Parser
+from conformance.errors import UsageError
 from conformance.limits import at_least
 from conformance.machine import GPU
 from fakes.cuda import DeviceUnavailable

@@ -14,6 +14,7 @@ from cases.errors import CaseError
 from cases.model import Case
 from cases.traces import batches, describe, read_trace
 from conformance.checks import CHECKS
+from conformance.errors import UsageError
 from conformance.report import ReportError
 from conformance.shadow import ShadowError, require_free_name
 from fakes.cuda import DeviceUnavailable
@@ -22,10 +23,6 @@ HYBRIDS = ("fa,fi", "fi,fa")
 """Hybrids (prefill,decode) that are asked beside the built-in backends."""
 DEFAULT_BATCHES = 1000
 _KV_BUDGET = 1920
-
-
-class UsageError(ValueError):
-    """A choice that makes no sense. The message is one sentence."""
 
 
 WRONG_USAGE = (UsageError, BackendError, LibraryError, CaseError, ReportError, ShadowError, DeviceUnavailable)

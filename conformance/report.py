@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
@@ -29,6 +29,7 @@ from cases.errors import explain
 from cases.model import Case, Level
 from conformance.lines import KINDS, Footer, Header, Judged, Library, Line, ReachedTable
 from conformance.outcome import Finding, Verdict
+from conformance.version import own_version
 from fakes.recorder import Mode
 
 
@@ -73,14 +74,6 @@ def header(
         seed=seed,
         checks=list(checks),
     )
-
-
-def own_version() -> str:
-    """Version of the installed distribution."""
-    try:
-        return version("attention-conformance")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 @dataclass

@@ -12,11 +12,11 @@ from backends.libraries import LibraryKind
 from conformance.campaign import Campaign
 from conformance.choices import (
     TraceBatches,
-    UsageError,
     chosen_backends,
     require_level,
     trace_batches,
 )
+from conformance.errors import UsageError
 from conformance.isolation.session import IsolatedSession, open_session
 from conformance.jit.choose import DEFAULT_VARIANTS
 from conformance.matrix import matrix

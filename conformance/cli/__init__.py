@@ -10,9 +10,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from conformance.choices import WRONG_USAGE
 from conformance.cli.parser import Parser
-from conformance.report import own_version
+from conformance.version import own_version
 
 COMMANDS = {
     "run": "ask backends many cases; print the matrix backend x check and every failure",
@@ -31,26 +30,26 @@ def run_command(argv: Sequence[str]) -> int:
     try:
         args = _parse(argv)
         return int(importlib.import_module(f"conformance.cli.{args.command}").main(args))
-    except WRONG_USAGE as error:
-        print(f"conformance: error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("conformance: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output has gone
         _leave_stdout()
         return 141
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return _own_fault(error)
+    except Exception as error:  # noqa: BLE001 - the last resort
+        return _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    from conformance.choices import WRONG_USAGE  # torch comes with it, which `--help` does not wait for
+
+    if isinstance(error, WRONG_USAGE):
+        print(f"conformance: error: {error}", file=sys.stderr)
+        return 2
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         print(f"conformance: error: {error.strerror}: the run could not be told to its end", file=sys.stderr)
         _leave_stdout()
         return 2
-    except Exception as error:  # noqa: BLE001 - the last resort
-        return _own_fault(error)
-
-
-def _own_fault(error: Exception) -> int:
     traceback.print_exception(error)
     print(f"conformance: the harness itself failed: {type(error).__name__}: {error}", file=sys.stderr)
     return 3

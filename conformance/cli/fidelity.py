@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from conformance.choices import UsageError
+from conformance.errors import UsageError
 from conformance.fidelity import record, report, run
 from conformance.fidelity.call import ENTRIES, LibraryCall
 from conformance.fidelity.compare import Comparison, Disagreement, compare

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from conformance.choices import UsageError, chosen_backends
+from conformance.choices import chosen_backends
+from conformance.errors import UsageError
 from conformance.jit.build import Listing, needed, prepare
 from conformance.jit.choose import DEFAULT_VARIANTS
 from conformance.jit.prebuild import HOPPER, prebuild

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from conformance.choices import UsageError
+from conformance.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

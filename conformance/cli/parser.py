@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from conformance.choices import UsageError
+from conformance.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):

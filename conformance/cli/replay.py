@@ -9,8 +9,9 @@ from pathlib import Path
 from cases.codec import from_json, load, short
 from cases.errors import read_text
 from cases.model import Case
-from conformance.choices import UsageError, chosen_backends
+from conformance.choices import chosen_backends
 from conformance.cli.usage import add_backend_options, session_options
+from conformance.errors import UsageError
 from conformance.examine import examine
 from conformance.isolation.session import open_session
 from conformance.outcome import Verdict

@@ -13,7 +13,6 @@ from conformance.checks import CHECKS
 from conformance.choices import (
     DEFAULT_BATCHES,
     TraceBatches,
-    UsageError,
     chosen_backends,
     require_checks,
     require_level,
@@ -22,6 +21,7 @@ from conformance.choices import (
 from conformance.cli.progress import Progress
 from conformance.cli.replay import read_case
 from conformance.cli.usage import add_backend_options, session_options
+from conformance.errors import UsageError
 from conformance.isolation.journal import left_behind
 from conformance.isolation.session import open_session
 from conformance.limits import at_least

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from conformance.choices import UsageError
+from conformance.errors import UsageError
 from conformance.isolation.deadlines import DEFAULT_CASE
 from conformance.jit.choose import DEFAULT_VARIANTS
 from conformance.limits import at_least, seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conformance.choices import UsageError
+from conformance.errors import UsageError
 from conformance.fidelity.call import LibraryCall, to_json
 from conformance.fidelity.record import Observations
 from conformance.fidelity.verdict import BY_LUCK, ROUNDING, Seen, differ

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from conformance.choices import UsageError
+from conformance.errors import UsageError
 from conformance.fidelity.call import LibraryCall, from_json, to_json
 from conformance.fidelity.verdict import Seen
 from fakes.contract.rule import Observation

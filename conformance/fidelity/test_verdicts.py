@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from conformance.choices import UsageError
+from conformance.errors import UsageError
 from conformance.fidelity import record
 from conformance.fidelity.call import LibraryCall
 from conformance.fidelity.compare import compare, disagreement

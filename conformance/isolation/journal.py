@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cases.codec import SHOWN_DIGITS, digest, load, save
 from cases.errors import CaseError
-from conformance.choices import UsageError
+from conformance.errors import UsageError
 
 
 class Journal:
