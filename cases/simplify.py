@@ -23,19 +23,22 @@ _RANK = {"decode": 0, "prefill": 1}
 def simplify(case: Case, fails: Callable[[Case], bool], *, budget: int = 1000) -> Case:
     """The smallest case found for which `fails` holds, starting from `case`; `budget` calls at most."""
     smallest, size = case, _size(case)
-    progress = True
-    while progress:
-        progress = False
-        for candidate in simpler(smallest):
-            if _size(candidate) >= size:
+    reached = 0
+    while True:
+        for index, candidate in enumerate(simpler(smallest)):
+            if index < reached or _size(candidate) >= size:
                 continue
             if budget == 0:
                 return smallest
             budget -= 1
             if fails(candidate):
-                smallest, size, progress = candidate, _size(candidate), True
+                # Go on from here: what came before did not fail a moment ago, and has its turn in the next round.
+                smallest, size, reached = candidate, _size(candidate), index
                 break
-    return smallest
+        else:
+            if not reached:
+                return smallest
+            reached = 0
 
 
 def simpler(case: Case) -> Iterator[Case]:

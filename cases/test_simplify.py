@@ -193,3 +193,18 @@ def test_a_fault_that_needs_no_session_leaves_it() -> None:
     smallest = simplify(case, lambda case: max(max(step.kv_lens) for step in case.steps) >= 3)
     assert not smallest.session
     assert smallest.steps == (Step((Request(2),), "decode", "decode"),)
+
+
+def test_a_long_session_gets_small_in_few_calls() -> None:
+    calls = 0
+
+    def needs_twenty_steps(case: Case) -> bool:
+        nonlocal calls
+        calls += 1
+        return len(case.steps) >= 20
+
+    steps = [_step(*(Request(5 * i + uid, 5, uid) for uid in range(3))) for i in range(1, 24)]
+    first = _step(*(Request(extend_len=5 + uid, uid=uid) for uid in range(3)))
+    smallest = simplify(_session(first, *steps), needs_twenty_steps)
+    assert smallest.steps == (Step((Request(),), "decode", "decode"),) * 20
+    assert calls < 400, "one step shorter must not mean to try everything again"
