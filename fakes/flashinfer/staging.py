@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fakes import cuda
 from fakes.cuda import watch
@@ -25,7 +25,7 @@ class Staged:
 
     work: Work
     where: watch.Line
-    ran: list[tuple[Any, int, int]]
+    ran: list[tuple[StorageWeakRef, int, int]]
 
 
 def stage(pinned: torch.Tensor) -> Staged | None:
@@ -66,19 +66,7 @@ def ran(staged: Staged | None, *results: torch.Tensor | None) -> None:
         if result is not None and result.is_contiguous():
             start = int(result.storage_offset()) * result.element_size()
             size = result.numel() * result.element_size()
-            staged.ran.append((_WeakStorage(result.untyped_storage()), start, size))
-
-
-class _WeakStorage:
-    """A storage that is not kept alive."""
-
-    __slots__ = ("cdata",)
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.cdata = storage._weak_ref()
-
-    def __del__(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self.cdata)
+            staged.ran.append((StorageWeakRef(result.untyped_storage()), start, size))
 
 
 def read_back(**arrays: torch.Tensor | None) -> None:
