@@ -32,12 +32,13 @@ from fakes.recorder import Span
 
 NAMES = ["torch", "fi", "fi-paged", "fa", "fa,fi"]
 ONE_BUFFER = f"{__name__}:OneBuffer"
+PLANS_NEW_LENGTHS = f"{__name__}:PlansNewLengths"
 
 
 @pytest.fixture(scope="module")
 def askers() -> Iterator[dict[str, Asker]]:
     try:
-        with Session([*NAMES, ONE_BUFFER], device_sim="full") as session:
+        with Session([*NAMES, ONE_BUFFER, PLANS_NEW_LENGTHS], device_sim="full") as session:
             yield {asker.spec.name: asker for asker in session.askers}
     except DeviceUnavailable as error:
         pytest.skip(str(error))
@@ -250,4 +251,32 @@ def test_one_buffer_for_all_layers_and_a_second_name_are_no_faults(askers: dict[
     trial = Trial(Question(THREE_STEPS), askers[ONE_BUFFER])
     assert trial.graphs is not None
     assert trial.graphs.replays
+    assert graphs.check(trial) == []
+
+
+class PlansNewLengths(FlashInferBackend):
+    """Replays of the lengths that the last one had are not planned again: only their page ids differ."""
+
+    planned: list[int] | None = None
+
+    def prepare_for_replay(self, batch: Any) -> None:
+        metadata = batch.attn_metadata
+        lengths = metadata.seq_lens_cpu.tolist()
+        if lengths == self.planned:
+            self.captured.indices[: len(metadata.indices)].copy_(metadata.indices)
+            return
+        self.planned = lengths
+        super().prepare_for_replay(batch)
+
+
+@pytest.mark.parametrize("wanted", [(2, 5, 3), (1, 1, 1)])
+def test_a_plan_of_the_same_lengths_is_as_good(askers: dict[str, Asker], wanted: tuple[int, ...]) -> None:
+    """(1, 1, 1) are the lengths of the dummies, too: even the plan of the capture will do."""
+    case = Case((decode(*wanted), decode(*wanted, first=3)), placement="scattered")
+    trial = Trial(Question(case), askers[PLANS_NEW_LENGTHS])
+    done = trial.graphs
+    assert done is not None
+    assert any(
+        call.plan is not None and call.plan.at.batch != at.step for at in done.replays for call in at.calls
+    ), "no replay went without a plan"
     assert graphs.check(trial) == []

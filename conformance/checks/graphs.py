@@ -24,7 +24,7 @@ from conformance.graphs_run import GraphExecution, Replay
 from conformance.outcome import Finding, Outcome
 from conformance.padding import foreign
 from conformance.trial import Trial
-from fakes.recorder import Attended
+from fakes.recorder import Attended, Call, TensorRecord
 
 NAME = "graphs"
 
@@ -95,10 +95,10 @@ def _rules(done: GraphExecution, at: Replay) -> list[Finding]:
 
 
 def _plans(at: Replay) -> list[Finding]:
-    """Each captured run must follow a plan of this batch, made on a wrapper whose buffers stay."""
+    """Each captured run must follow a plan of this batch, or of one with its lengths: no plan knows more of a batch."""
     for captured in at.calls:
         plan = captured.plan
-        if plan is not None and plan.at.batch != at.step:
+        if plan is not None and plan.at.batch != at.step and not _same_lengths(plan, captured.attended):
             when = f"step {plan.at.batch}" if plan.at.batch >= 0 else "the capture"
             message = (
                 f"{at.how}: {captured.call.name} executes the plan of {when}: "
@@ -106,6 +106,21 @@ def _plans(at: Replay) -> list[Finding]:
             )
             return [Finding(check=NAME, step=at.step, layer=captured.layer, field="plan", message=message)]
     return []
+
+
+def _same_lengths(plan: Call, read: Attended) -> bool:
+    """Whether a FlashInfer plan was made for requests of the lengths that were read."""
+    given = [plan.arguments.get(names[0], plan.arguments.get(names[1])) for names in _PLANNED]
+    arrays = [g.values for g in given if isinstance(g, TensorRecord) and g.values is not None]
+    if len(arrays) < len(_PLANNED):
+        return False
+    pages, last = np.diff(arrays[0]), arrays[1]
+    lengths = np.where(pages > 0, (pages - 1) * read.page_size + last, 0)
+    return lengths.tolist() == [len(span.slots) for span in read.spans]
+
+
+_PLANNED = (("indptr", "paged_kv_indptr"), ("last_page_len", "paged_kv_last_page_len"))
+"""What `plan` of the decode and of the prefill wrapper call the arrays that give lengths."""
 
 
 def _memory(at: Replay) -> list[Finding]:

@@ -38,7 +38,7 @@ def _(cls: type[Any]) -> type[Any]:
     why="a graph's wrapper is planned before its first replay alone",
     issue="NVIDIA/TensorRT-LLM#18443",
     requests=2,
-    tokens=2,
+    tokens=3,
     alone=True,
     device="full",
 )
