@@ -1,6 +1,7 @@
 """Named edge cases beyond the default mix: more rows, requests, layers and keys than it has, and what it rarely has.
 
-Those of engines are here, those of kernel adapters in `cases.beyond_kernels`.
+Those of engines are here, those of several batches in `cases.beyond_history`, those of kernel adapters in
+`cases.beyond_kernels`.
 
 Decode and prefill are asked apart, so that a backend of one phase is asked its own.
 """
@@ -11,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from cases.batches import decode, step
+from cases.beyond_history import BEYOND_HISTORY
 from cases.beyond_kernels import BEYOND_KERNELS, HEAD_DIMS, SEED
 from cases.model import MAX_SPARE_PAGES, Case, Heads, Kind, Mask, Request, Step
 
@@ -86,6 +88,22 @@ BEYOND: dict[str, tuple[Case, str]] = {
     "thirty_three_prompts": (
         _engine(_prompts(33), page_size=2, placement="scattered"),
         "a prefill batch of more requests than buffers for 16 or 32 hold",
+    ),
+    "decode_of_257_requests": (
+        _engine(_short(257), num_layers=1, page_size=2, placement="scattered"),
+        "more requests than a buffer of 128 or 256 holds, or uint8 counts",
+    ),
+    "prompts_of_130_requests": (
+        _engine(_prompts(130), num_layers=1, page_size=2),
+        "more requests than a buffer of 128 holds, in a prefill batch",
+    ),
+    "prompt_of_520": (
+        _engine(step("prefill", [(0, 520)]), num_layers=1, page_size=16),
+        "more new rows than a buffer of 512 holds",
+    ),
+    "group_of_32_and_head_dim_256": (
+        _engine(decode(33, 5), heads=Heads(32, 1, 256, 256), page_size=16),
+        "what a plan needs most of a workspace for: many query heads a KV head, and a large one",
     ),
     "prompts_of_16_and_65_requests": (
         _engine(_prompts(16), _prompts(65, 100), page_size=2),
@@ -176,10 +194,6 @@ BEYOND: dict[str, tuple[Case, str]] = {
         ),
         "uids that are one and the same in their low 16 bits, and in their low 32",
     ),
-    "session_of_26_tokens": (
-        _engine(*(decode(n) for n in range(1, 27)), session=True),
-        "more batches in a row than a ring of pinned buffers has",
-    ),
     "page_ids_above_int16_decode": (
         _engine(decode(3, 5), **_POOL),
         "page ids above 65,535: neither int16 nor uint16 holds them",
@@ -220,16 +234,8 @@ BEYOND: dict[str, tuple[Case, str]] = {
         ),
         "prompts: the third one has as many stored tokens as the two that share theirs",
     ),
-    "row_and_lengths_of_one_who_left": (
-        _engine(
-            Step((Request(2, 1),), "decode", "decode"),
-            Step((Request(2, 1, 1),), "decode", "decode", finished=(0,)),
-            placement="scattered",
-            session=True,
-        ),
-        "another request, in the row and with the lengths of the one before, in other pages",
-    ),
     **{name: named for dims in HEAD_DIMS for name, named in _of_head_dims(*dims).items()},
+    **BEYOND_HISTORY,
     **BEYOND_KERNELS,
 }
 """Case and what it is there for, by name."""

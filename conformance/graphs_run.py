@@ -32,6 +32,8 @@ _EAGER_EVERY = 4
 """By seed, one of so many decode steps runs eagerly between replays."""
 _EXACT_BIT = 64
 """Of a seed: captured sizes are no powers of two."""
+_SMALLER_BITS = 48
+"""Of a seed, both: the largest decode batches have no graph."""
 _LSE_BIT = 128
 """Of a seed: `forward_return_lse` is captured where there is one."""
 
@@ -99,10 +101,15 @@ def with_room(tensors: CaseTensors) -> Room:
 
 
 def replayed_steps(case: Case) -> list[int]:
-    """The decode steps that are replayed; by seed, some run eagerly between them."""
+    """The decode steps that are replayed; by seed, some run eagerly between them, or the largest do, as where an engine
+    captures no graph for them."""
     decode = [index for index, step in enumerate(case.steps) if step.phase == "decode"]
     phase = case.seed // 4
-    return [s for i, s in enumerate(decode) if (phase + i) % _EAGER_EVERY != _EAGER_EVERY - 1]
+    replayed = [s for i, s in enumerate(decode) if (phase + i) % _EAGER_EVERY != _EAGER_EVERY - 1]
+    if case.seed & _SMALLER_BITS == _SMALLER_BITS:
+        counts = {s: len(case.steps[s].requests) for s in replayed}
+        return [s for s in replayed if counts[s] < max(counts.values())] or replayed
+    return replayed
 
 
 def captured_sizes(case: Case) -> list[int]:

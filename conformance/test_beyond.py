@@ -56,6 +56,24 @@ class BufferFor16(_Altered):
         return replace(metadata, page_table=table)
 
 
+class BufferFor128(_Altered):
+    """Requests from the 129th on have one key."""
+
+    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
+        lens = metadata.cache_seqlens.clone()
+        lens[128:] = 1
+        return replace(metadata, cache_seqlens=lens)
+
+
+class ScratchOf512(FlashAttentionBackend):
+    """K of a batch goes through a buffer of 512 rows."""
+
+    def _attend(self, q: Any, k: Any, *rest: Any, **named: Any) -> Any:
+        k = k.clone()
+        k[512:] = 0
+        return super()._attend(q, k, *rest, **named)
+
+
 class SortedByLength(_Altered):
     """Requests on large pages in the order of their lengths, while q stays as it is: three or more."""
 
@@ -268,6 +286,8 @@ FAULTS: dict[type[Any], tuple[str, ...]] = {
     Int16KernelPages: ("kernel_page_ids_above_int16",),
     PrefixOfTwo: ("two_of_four_share_page_1", "two_of_four_share_page_16", "two_of_three_share_prefill"),
     KeptByLengths: ("row_and_lengths_of_one_who_left",),
+    BufferFor128: ("decode_of_257_requests", "prompts_of_130_requests"),
+    ScratchOf512: ("prompt_of_520",),
     WholeSixteens: ("decode_of_16_32_48_requests",),
     BufferFor64: ("prompts_of_16_and_65_requests",),
     ColumnsOfOneBlock: ("decode_of_1100", "hit_of_1100"),

@@ -178,6 +178,11 @@ def test_sizes_and_eager_steps_vary_with_the_seed() -> None:
     exact = {seed - 64: captured_sizes(Case(steps, seed=seed)) for seed in range(64, 68)}
     assert exact == {0: [5], 1: [4], 2: [2, 4, 5], 3: [1, 3, 4]}
     assert replayed_steps(Case(steps)) == [0, 1, 2, 4, 5]
+    assert replayed_steps(Case(steps, seed=48)) == [0, 1, 4, 5], "the largest has no graph"
+    assert captured_sizes(Case(steps, seed=51)) == [1, 4]
+    assert replayed_steps(Case((decode(2), decode(3)), seed=48)) == [0, 1], (
+        "no batch is larger than the others"
+    )
     assert replayed_steps(Case((decode(1),), seed=12)) == []
     phases: tuple[Phase, ...] = ("prefill", "decode")
     assert [bool(replayed_steps(Case((Step((Request(),), p, p),)))) for p in phases] == [False, True]
