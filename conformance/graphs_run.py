@@ -68,9 +68,10 @@ class GraphExecution:
     """What was captured and replayed. `broken` is the exception that ended it, `during` what was being done then.
 
     `steps` holds every step, `replays` those that were replayed; `room` and `pool` are the tensors and the pool that
-    have a page for the dummies.
+    have a page for the dummies, `machine` what they stand on.
     """
 
+    machine: Machine
     sizes: list[int]
     room: Room
     pool: Pool
@@ -150,7 +151,7 @@ class GraphRun(EngineRun):
         """Capture, then run all steps. A fault of the backend ends it and is kept."""
         with_lse = self.spec.capabilities.lse is not None and bool(self.question.case.seed & _LSE_BIT)
         steps = Execution(nan, self.recorder, 0, with_lse)
-        found = GraphExecution(self.sizes, self.room, self.pool, steps)
+        found = GraphExecution(self.machine, self.sizes, self.room, self.pool, steps)
         if self.backend is None:
             found.broken, found.during = self._built.failure, "construction"
             return found

@@ -142,10 +142,11 @@ class RingOf32(FlashAttentionBackend):
 
     def _to_device(self, values: Any) -> torch.Tensor:
         ring: list[torch.Tensor] = self.__dict__.setdefault("ring", [])
-        turn = self.turn = self.__dict__.get("turn", -1) + 1
+        turn: int = self.__dict__.get("turn", 0)
+        self.turn = turn + 1
         if len(ring) < 32:
             ring.append(torch.empty(256, dtype=torch.int32, pin_memory=True))
-        part = ring[turn % 32][: len(values)]
+        part: torch.Tensor = ring[turn % 32][: len(values)]
         part.copy_(torch.tensor(values, dtype=torch.int32))
         return part.to(self.device, non_blocking=True)
 

@@ -240,7 +240,9 @@ def _lse(trial: Trial, done: GraphExecution, step: int, layers: list[LayerRun], 
     """The first LSE that is wrong, where `forward_return_lse` was captured."""
     if not done.steps.with_lse:
         return []
-    found = (f for i, handed in enumerate(layers) for f in lse.layer_findings(trial, handed, step, i))
+    found = (
+        f for i, handed in enumerate(layers) for f in lse.layer_findings(trial, handed, step, i, done.machine)
+    )
     return [replace(f, check=NAME, message=f"{how}: {f.message}") for f in islice(found, 1)]
 
 

@@ -8,46 +8,73 @@ from collections import Counter
 
 import numpy as np
 
-from conformance.checks.metadata import rule_findings
+from conformance.checks import metadata
 from conformance.decode import shares
 from conformance.execution import Mark
 from conformance.outcome import Finding
 from conformance.trial import Trial
-from fakes.recorder import Call
+from fakes.recorder import Call, TensorRecord
 
 NAME = "lifecycle"
+_STALE_PLAN = "fi.stale-plan"
 
 
 def check(trial: Trial) -> list[Finding] | None:
-    found = rule_findings(trial, "order", NAME)
+    found = metadata.rule_findings(trial, "order", NAME)
     if trial.spec.capabilities.level == "kernel":
         return found if trial.first.recorder.calls else None
-    looked = bool(found)
+    old = [f for f in found if f.rule == _STALE_PLAN]
+    found = [f for f in found if f.rule != _STALE_PLAN]
+    looked = bool(found or old)
     for step in range(len(trial.first.steps)):
         calls = trial.first.calls(step)
         looked |= bool(calls)
-        found += _plans(trial, step, calls)
+        old += _old_plan(trial, step, calls)
+        found += _repeated_plans(step, calls)
         found += _stores(trial, step, calls)
+    if old:  # none too few, where every layer reads what a plan of its batch would have it read
+        misread = {f.step for f in metadata.check(trial) or ()}
+        found = [f for f in old if f.step in misread] + found
     return found if looked else None
 
 
-def _plans(trial: Trial, step: int, calls: list[Call]) -> list[Finding]:
-    found: list[Finding] = []
-    planned = Counter(c.owner for c in calls if c.op == "plan")
-    for owner, times in planned.items():
-        if times > 1:
-            name = next(c.name for c in calls if c.op == "plan" and c.owner == owner)
-            message = f"{name} was called {times} times for one batch: plan once, run in every layer"
-            found.append(Finding(check=NAME, step=step, field="plan", message=message))
+def _repeated_plans(step: int, calls: list[Call]) -> list[Finding]:
+    """A wrapper that holds a plan is given the same once more. One wrapper for two windows is planned anew for each."""
+    held: dict[int, str] = {}
+    repeated: Counter[str] = Counter()
+    for call in calls:
+        if call.op == "plan":
+            settings = _settings(call)
+            repeated[call.name] += held.get(call.owner) == settings
+            held[call.owner] = settings
+    return [
+        Finding(
+            check=NAME,
+            step=step,
+            field="plan",
+            message=f"{name} was called {times + 1} times for one batch: plan once, run in every layer",
+        )
+        for name, times in repeated.items()
+        if times
+    ]
+
+
+def _settings(plan: Call) -> str:
+    """What a plan was told beside arrays."""
+    return repr(
+        {name: given for name, given in plan.arguments.items() if not isinstance(given, TensorRecord)}
+    )
+
+
+def _old_plan(trial: Trial, step: int, calls: list[Call]) -> list[Finding]:
     for call in calls:
         if call.op != "attend" or call.plan is None:
             continue
         plan = trial.first.recorder.calls[call.plan]
         if plan.at.batch != call.at.batch:
             message = f"{call.name} executed a plan that was made for an earlier batch"
-            found.append(Finding(check=NAME, step=step, layer=call.at.layer, field="plan", message=message))
-            break
-    return found
+            return [Finding(check=NAME, step=step, layer=call.at.layer, field="plan", message=message)]
+    return []
 
 
 def _stores(trial: Trial, step: int, calls: list[Call]) -> list[Finding]:

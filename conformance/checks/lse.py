@@ -12,6 +12,7 @@ import torch
 
 from conformance.compare import describe, elements, tensor_fault
 from conformance.execution import LayerRun
+from conformance.machine import Machine
 from conformance.outcome import Finding
 from conformance.trial import Trial
 from reference.merge import to_base
@@ -32,11 +33,13 @@ def check(trial: Trial) -> list[Finding] | None:
     return found
 
 
-def layer_findings(trial: Trial, handed: LayerRun, step: int, layer: int) -> list[Finding]:
-    """What is wrong with the LSE of one layer."""
+def layer_findings(
+    trial: Trial, handed: LayerRun, step: int, layer: int, machine: Machine | None = None
+) -> list[Finding]:
+    """What is wrong with the LSE of one layer, which must be on `machine` (default: the trial's)."""
     tensors, capabilities = trial.question.step(step), trial.spec.capabilities
     shape = (tensors.step.num_rows, trial.case.heads.num_qo_heads)
-    fault = tensor_fault("the LSE", handed.lse, shape, torch.float32, trial.asker.machine)
+    fault = tensor_fault("the LSE", handed.lse, shape, torch.float32, machine or trial.asker.machine)
     if fault is not None or handed.lse_values is None:
         return [Finding(check=NAME, step=step, layer=layer, message=fault or "the LSE is missing")]
     answer = trial.answer(step, layer)

@@ -46,6 +46,9 @@ def of_torch_cuda(streams: Streams, generator: torch.Generator) -> dict[str, Any
 
         return answer
 
+    def exchanged(device: Any) -> int:  # torch.compile tells handlers apart by identity: not `ordinal` twice
+        return ordinal(device)
+
     def seed(seed: int) -> None:
         generator.manual_seed(seed)
 
@@ -57,7 +60,7 @@ def of_torch_cuda(streams: Streams, generator: torch.Generator) -> dict[str, Any
         "current_device": lambda: 0,
         "set_device": of_device(None),
         "_exchange_device": ordinal,
-        "_maybe_exchange_device": ordinal,
+        "_maybe_exchange_device": exchanged,
         "get_device_capability": of_device(CAPABILITY),
         "get_device_name": of_device(properties.name),
         "get_device_properties": of_device(properties),
