@@ -1,7 +1,7 @@
 """Named edge cases beyond the default mix: more rows, requests, layers and keys than it has, and what it rarely has.
 
-Those of engines are here, those of several batches in `cases.beyond_history`, those of kernel adapters in
-`cases.beyond_kernels`.
+Those of engines are here, those of kernel adapters in `cases.beyond_kernels`, features that meet in
+`cases.beyond_features`, several batches in `cases.beyond_history`.
 
 Decode and prefill are asked apart, so that a backend of one phase is asked its own.
 """
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from cases.batches import decode, step
+from cases.beyond_features import BEYOND_FEATURES
 from cases.beyond_history import BEYOND_HISTORY
 from cases.beyond_kernels import BEYOND_KERNELS, HEAD_DIMS, SEED
 from cases.model import MAX_SPARE_PAGES, Case, Heads, Kind, Mask, Request, Step
@@ -235,6 +236,7 @@ BEYOND: dict[str, tuple[Case, str]] = {
         "prompts: the third one has as many stored tokens as the two that share theirs",
     ),
     **{name: named for dims in HEAD_DIMS for name, named in _of_head_dims(*dims).items()},
+    **BEYOND_FEATURES,
     **BEYOND_HISTORY,
     **BEYOND_KERNELS,
 }

@@ -55,6 +55,15 @@ BEYOND_HISTORY: dict[str, tuple[Case, str]] = {
         ),
         "the next borrower of a prefix has the row, the first page and the length of the one before, but other pages",
     ),
+    "borrower_of_a_borrower": (
+        _session(
+            _prompts((4, 0)),
+            Step((Request(2, 3, 1, 0, 2),)),
+            Step((Request(4, 1, 2, 1, 4),)),
+            _decoded((5, 0), (6, 1), (6, 2)),
+        ),
+        "the third request shares more with the second than either does with the first",
+    ),
     "verify_2_then_4_drafts": (
         _session(
             _prompts((5, 0)),
@@ -72,6 +81,25 @@ BEYOND_HISTORY: dict[str, tuple[Case, str]] = {
             page_size=16,
         ),
         "with a graph a size: the same three requests as when theirs was last replayed, and another size between",
+    ),
+    "second_request_crosses_a_page": (
+        _session(
+            _prompts((1, 0), (3, 1)),
+            _decoded((2, 0), (4, 1)),
+            _decoded((3, 0), (5, 1)),
+            page_size=4,
+        ),
+        "a request that is not the first one begins a page",
+    ),
+    "page_begun_between_replays": (
+        _session(
+            _prompts((1, 0), (1, 1)),
+            _decoded((2, 0), (2, 1)),
+            Step((Request(2, 4, 0), Request(2, 4, 1)), kind="chunked"),
+            _decoded((7, 0), (7, 1)),
+            page_size=4,
+        ),
+        "a batch without a graph begins a page, the next replay does not",
     ),
     "lengths_swapped": (
         Case(
