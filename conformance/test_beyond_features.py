@@ -197,7 +197,7 @@ class OneScale(FlashInferDecode):
 
 class ScalesInBFloat16(FlashInferDecode):
     def attend(self, call: KernelCall) -> Attention:
-        k, v = torch.tensor([call.k_scale, call.v_scale]).bfloat16().tolist()
+        k, v = (float(torch.tensor(scale).bfloat16()) for scale in (call.k_scale, call.v_scale))
         return super().attend(replace(call, k_scale=k, v_scale=v))
 
 
