@@ -25,15 +25,20 @@ from conformance.trial import Asker
 class _Attending(FlashAttentionBackend):
     """`fa` whose kernel calls are altered, batch by batch and layer by layer."""
 
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        call: Any = self.flash_attn_with_kvcache
+
+        def altered(**given: Any) -> Any:
+            return call(**(given | self.altered(given, *self.at)))
+
+        self.flash_attn_with_kvcache: Any = altered
+
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch, **named: Any
     ) -> Any:
-        call: Any = self.flash_attn_with_kvcache
-        self.flash_attn_with_kvcache = lambda **given: call(**(given | self.altered(given, layer_id, batch)))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-        try:
-            return super()._attend(q, k, v, layer_id, batch, **named)
-        finally:
-            self.flash_attn_with_kvcache = call
+        self.at = layer_id, batch
+        return super()._attend(q, k, v, layer_id, batch, **named)
 
     def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
         raise NotImplementedError
