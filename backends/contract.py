@@ -202,6 +202,9 @@ class Backend(Protocol):
     promises `conformance.Refused` for whatever is not declared), `forward_return_lse` (where an LSE base is
     declared), which takes what `forward` takes and returns `(out, lse)` with lse float32 `[num_tokens, num_qo_heads]`,
     and the methods of `GraphBackend` (where `cuda_graph` is declared).
+
+    What it is given is the engine's and stays as it is: q, k, v, the page table, a batch but for its `attn_metadata`,
+    and torch's own settings (default dtype, grad mode, current stream).
     """
 
     def __init__(self, engine: EngineContext) -> None: ...
@@ -231,7 +234,10 @@ class GraphBackend(Backend, Protocol):
     """
 
     def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
-        """Once, before the first capture: make buffers for each size of `bs_list`, up to `max_seq_len` tokens each."""
+        """Once, before the first capture: make buffers for each size of `bs_list`, up to `max_seq_len` tokens each.
+
+        The smallest size comes first.
+        """
         ...
 
     def prepare_for_capture(self, batch: Batch) -> None:

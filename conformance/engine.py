@@ -21,6 +21,7 @@ from conformance.execution import Execution, Failure, LayerRun, Mark, StepRun
 from conformance.machine import Machine
 from conformance.pool import Pool
 from conformance.question import Question
+from conformance.surroundings import Surroundings
 from fakes import cuda
 from fakes.recorder import Mode, Recorder, resumed, storage_of
 
@@ -68,8 +69,10 @@ class EngineRun:
         context = engine_context(self.tensors, self.pool, self.table, machine.device)
         machine.drain()  # what an earlier backend left in flight
         self._built = Execution(nan=True, recorder=self.recorder, first_batch=0)
+        around = Surroundings.of(machine)
         with self._built.catching(-1, -1):
             self.backend = self.build(context)
+        self._left = around.restored(machine)
         if self.backend is None and self._built.failure is None:
             text = "the class made None, not a backend"
             self._built.failure = Failure("TypeError", text, "", step=-1, layer=-1, refused=False)
@@ -106,6 +109,7 @@ class EngineRun:
         self.recorder.lasting = lasting(self.pool, *stacked)
         given = [LayerRun(*layer) for layer in zip(*(x.unbind(0) for x in stacked), strict=True)]
         mark = Mark(execution.first_batch + index, -1)
+        around = Surroundings.of(self.machine)
         with execution.catching(index, -1):
             self.prepare(backend, batch, mark)
         for layer, handed in enumerate(given):
@@ -117,9 +121,10 @@ class EngineRun:
                 break
             self._receive(execution, handed, answer)
             run.layers.append(handed)
+        left, self._left = self._left + around.restored(self.machine), []
         bring_back(execution, self.machine, index)
         if execution.is_first and execution.failure is None:
-            run.changed = self._changed(index, batch, stacked)
+            run.changed = self._changed(index, batch, stacked) + left
             run.pool = fetched_pool(self.pool, self.machine)
 
     def build(self, context: EngineContext) -> Any:
@@ -191,9 +196,11 @@ class EngineRun:
             changed.append("out_loc")
         if not np.array_equal(fetch(batch.positions)[:count].numpy(), tensors.rows.position):
             changed.append("positions")
-        lengths = [(r.cached_len, r.device_len) for r in batch.reqs]
-        if lengths != [(r.stored_len, r.kv_len) for r in tensors.step.requests]:
-            changed.append("reqs")
+        asked = zip(tensors.placed.rows, tensors.step.requests, strict=True)
+        wanted = [(row, r.stored_len, r.kv_len, r.uid) for row, r in asked]
+        for name, reqs in (("reqs", batch.reqs), ("padded_reqs", batch.padded_reqs[: len(wanted)])):
+            if [(r.table_idx, r.cached_len, r.device_len, r.uid) for r in reqs] != wanted:
+                changed.append(name)
         return changed
 
 

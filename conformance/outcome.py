@@ -87,6 +87,10 @@ LEADING = ("metadata", "lifecycle")
 """Checks whose findings lead a report: they name the cause, the others its effect."""
 
 
+_BEFORE_ALL = ("inputs",)
+"""What is altered under way makes whatever reads it look wrong."""
+
+
 def ordered(findings: Sequence[Finding]) -> list[Finding]:
     """Findings with the causes first; otherwise as they came."""
-    return sorted(findings, key=lambda f: f.check not in (*LEADING, "session"))
+    return sorted(findings, key=lambda f: (f.check not in _BEFORE_ALL, f.check not in (*LEADING, "session")))

@@ -69,6 +69,8 @@ def test_the_layer_that_has_the_wrong_window_is_named() -> None:
     found: list[Any] = [f for f in verdict.findings if f.check in ("metadata", "values")]
     assert {f.check for f in found} == {"metadata", "values"}
     assert {f.layer for f in found} == {1}
+    assert found[0].field == "window"
+    assert "is 3, must be none" in found[0].message
 
 
 def test_the_setting_says_which_layers() -> None:

@@ -1,4 +1,6 @@
-"""inputs: nothing that was handed over was changed: q, k, v, page_table, out_loc, positions, lengths."""
+"""inputs: nothing that was handed over was changed: q, k, v, page_table, out_loc, positions, requests and their order;
+and of torch's own settings the default dtype, the grad mode and the current stream are as they were.
+"""
 
 from __future__ import annotations
 

@@ -126,7 +126,22 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
         for call in whole
         for field in wrong_fields(trial.case, tensors, _plan_of(trial, call), call, _page_size(call))
     ]
+    found += _wrong_window(calls, mask, step, layer)
     return [*found, *fields, Finding(check=NAME, step=step, layer=layer, request=request, message=message)]
+
+
+def _wrong_window(calls: list[Call], mask: Mask, step: int, layer: int) -> list[Finding]:
+    """The first window that is not the layer's, of calls whose rows see other keys than they must."""
+    for call in calls:
+        attended = call.attended
+        if attended is None or attended.custom is not None or mask.custom is not None:
+            continue
+        seen = attended.window_left + 1 if attended.window_left >= 0 else None
+        if seen != mask.window:
+            given, wanted = (keys or "none" for keys in (seen, mask.window))
+            message = f"the window of {call.name} is {given}, must be {wanted} (keys, the row's own counted)"
+            return [Finding(check=NAME, step=step, layer=layer, field="window", message=message)]
+    return []
 
 
 def _plan_of(trial: Trial, call: Call) -> Call | None:
