@@ -21,10 +21,6 @@ from reference.merge import from_base, merge_all, to_base
 __all__ = ["KernelRun"]
 
 
-_PARTS = (2, 2, 3, 3, 5, 9)
-"""How many states are merged, by seed."""
-
-
 class KernelRun(EngineRun):
     """One kernel-level adapter on one case. The pool holds every key; nothing may be written."""
 
@@ -105,7 +101,7 @@ class KernelRun(EngineRun):
         """Partial attention over disjoint keys, rounded as a kernel leaves it; the answer is their exact merge."""
         case, step = self.question.case, tensors.step
         rng = np.random.default_rng((case.seed, index, layer))
-        parts = int(rng.choice(_PARTS))
+        parts = 2 + int(rng.integers(0, 2))
         seen: list[list[torch.Tensor]] = [[] for _ in range(parts)]
         for i, r in enumerate(step.requests):
             custom = None if tensors.custom is None else tensors.custom[i]

@@ -19,7 +19,7 @@ class Surroundings(NamedTuple):
     @classmethod
     def of(cls, machine: Machine) -> Surroundings:
         """As they are now."""
-        stream = torch.cuda.current_stream() if machine.real or machine.simulated else None
+        stream = torch.cuda.current_stream() if machine.device.type == "cuda" else None
         return cls(torch.get_default_dtype(), torch.is_grad_enabled(), stream)
 
     def restored(self, machine: Machine) -> list[str]:
