@@ -110,7 +110,7 @@ _ENGINE: dict[str, tuple[Case, str]] = {
     ),
     "pages_of_2_above_int16": (
         Case(
-            (decode(3, 5), step("mixed", [(3, 2), (0, 4)], 2)),
+            (step("mixed", [(3, 2), (0, 4)]),),
             seed=SEED,
             num_layers=1,
             page_size=2,
