@@ -198,10 +198,16 @@ class EngineRun:
             changed.append("positions")
         asked = zip(tensors.placed.rows, tensors.step.requests, strict=True)
         wanted = [(row, r.stored_len, r.kv_len, r.uid) for row, r in asked]
-        for name, reqs in (("reqs", batch.reqs), ("padded_reqs", batch.padded_reqs[: len(wanted)])):
-            if [(r.table_idx, r.cached_len, r.device_len, r.uid) for r in reqs] != wanted:
-                changed.append(name)
-        return changed
+        told = {"reqs": _told(batch.reqs), "padded_reqs": _told(batch.padded_reqs)[: len(wanted)]}
+        return changed + [name for name, requests in told.items() if requests != wanted]
+
+
+def _told(reqs: Any) -> list[tuple[int, ...]]:
+    """What requests say of themselves; empty where a backend has put something else in their place."""
+    try:
+        return [(r.table_idx, r.cached_len, r.device_len, r.uid) for r in reqs]
+    except (AttributeError, TypeError):
+        return []
 
 
 def new_tokens(case: Case, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

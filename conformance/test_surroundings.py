@@ -58,6 +58,13 @@ class MarksRow(FlashAttentionBackend):
         batch.reqs[0].table_idx += 1
 
 
+class DropsRequests(FlashAttentionBackend):
+    def forward_return_lse(self, *args: Any) -> Any:
+        found = super().forward_return_lse(*args)
+        args[-1].padded_reqs = args[-1].reqs = None
+        return found
+
+
 CHANGES: dict[type[Any], str] = {
     LeavesDoubles: "default_dtype of torch",
     BuiltInDoubles: "default_dtype of torch",
@@ -65,6 +72,7 @@ CHANGES: dict[type[Any], str] = {
     LeavesStream: "current_stream of torch",
     SortsPadded: "padded_reqs",
     MarksRow: "reqs",
+    DropsRequests: "reqs",
 }
 
 

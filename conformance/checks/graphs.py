@@ -27,6 +27,8 @@ from conformance.trial import Trial
 from fakes.recorder import Attended, Call, TensorRecord
 
 NAME = "graphs"
+_LENGTHS = (("indptr", "paged_kv_indptr"), ("last_page_len", "paged_kv_last_page_len"))
+"""What `plan` of the decode and of the prefill wrapper call the arrays that give lengths."""
 
 
 def check(trial: Trial) -> list[Finding] | None:
@@ -110,17 +112,13 @@ def _plans(at: Replay) -> list[Finding]:
 
 def _same_lengths(plan: Call, read: Attended) -> bool:
     """Whether a FlashInfer plan was made for requests of the lengths that were read."""
-    given = [plan.arguments.get(names[0], plan.arguments.get(names[1])) for names in _PLANNED]
+    given = [plan.arguments.get(names[0], plan.arguments.get(names[1])) for names in _LENGTHS]
     arrays = [g.values for g in given if isinstance(g, TensorRecord) and g.values is not None]
-    if len(arrays) < len(_PLANNED):
+    if len(arrays) < len(_LENGTHS) or len(arrays[0]) != len(arrays[1]) + 1:
         return False
     pages, last = np.diff(arrays[0]), arrays[1]
     lengths = np.where(pages > 0, (pages - 1) * read.page_size + last, 0)
     return lengths.tolist() == [len(span.slots) for span in read.spans]
-
-
-_PLANNED = (("indptr", "paged_kv_indptr"), ("last_page_len", "paged_kv_last_page_len"))
-"""What `plan` of the decode and of the prefill wrapper call the arrays that give lengths."""
 
 
 def _memory(at: Replay) -> list[Finding]:

@@ -41,11 +41,11 @@ def check(trial: Trial) -> list[Finding] | None:
 def _repeated_plans(step: int, calls: list[Call]) -> list[Finding]:
     """A wrapper that holds a plan is given the same once more. One wrapper for two windows is planned anew for each."""
     held: dict[int, str] = {}
-    repeated: Counter[str] = Counter()
+    repeated: Counter[tuple[int, str]] = Counter()
     for call in calls:
         if call.op == "plan":
             settings = _settings(call)
-            repeated[call.name] += held.get(call.owner) == settings
+            repeated[call.owner, call.name] += held.get(call.owner) == settings
             held[call.owner] = settings
     return [
         Finding(
@@ -54,7 +54,7 @@ def _repeated_plans(step: int, calls: list[Call]) -> list[Finding]:
             field="plan",
             message=f"{name} was called {times + 1} times for one batch: plan once, run in every layer",
         )
-        for name, times in repeated.items()
+        for (_, name), times in repeated.items()
         if times
     ]
 
@@ -67,6 +67,7 @@ def _settings(plan: Call) -> str:
 
 
 def _old_plan(trial: Trial, step: int, calls: list[Call]) -> list[Finding]:
+    """The first run of a plan that was made for an earlier batch."""
     for call in calls:
         if call.op != "attend" or call.plan is None:
             continue
