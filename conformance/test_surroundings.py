@@ -59,10 +59,12 @@ class MarksRow(FlashAttentionBackend):
 
 
 class DropsRequests(FlashAttentionBackend):
-    def forward_return_lse(self, *args: Any) -> Any:
-        found = super().forward_return_lse(*args)
-        args[-1].padded_reqs = args[-1].reqs = None
-        return found
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch, **named: Any
+    ) -> Any:
+        dropped: Any = None
+        batch.padded_reqs = batch.reqs = dropped
+        return super()._attend(q, k, v, layer_id, batch, **named)
 
 
 CHANGES: dict[type[Any], str] = {
