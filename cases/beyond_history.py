@@ -82,6 +82,16 @@ BEYOND_HISTORY: dict[str, tuple[Case, str]] = {
         ),
         "with a graph a size: the same three requests as when theirs was last replayed, and another size between",
     ),
+    "three_then_one_then_the_same_three": (
+        _session(
+            _prompts((5, 0), (9, 1), (6, 2)),
+            _decoded((6, 0), (10, 1), (7, 2)),
+            _decoded((8, 2)),
+            _decoded((6, 0), (10, 1), (7, 2)),
+            page_size=4,
+        ),
+        "the same, of the same lengths: what was decoded is rejected, and decoded anew",
+    ),
     "second_request_crosses_a_page": (
         _session(
             _prompts((1, 0), (3, 1)),

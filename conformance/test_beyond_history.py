@@ -117,6 +117,17 @@ class CleanByUid(_Replaying):
         return 0, [(req.uid, _pages(req, self.page_size)) for req in batch.padded_reqs]
 
 
+class PlansNewOfItsSize(FlashInferBackend):
+    """A replay with the requests and lengths of the last one of its size is not planned; buffers serve all sizes."""
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        last: dict[int, Any] = self.__dict__.setdefault("last", {})
+        size, requests = len(batch.padded_reqs), [(req.uid, req.device_len) for req in batch.padded_reqs]
+        if last.get(size) != requests or batch.reqs[0].uid < 0:
+            super().prepare_for_replay(batch)
+        last[size] = requests
+
+
 class CutAtCaptured(FlashAttentionBackend):
     """Eager decode batches lie in the graph's buffers, which are made for the largest captured size."""
 
@@ -157,6 +168,7 @@ FAULTS: dict[type[Any], tuple[str, str]] = {
     DraftsOfFirst: ("verify_2_then_4_drafts", "metadata"),
     SortedKey: ("lengths_swapped", "metadata"),
     CleanBySize: ("three_then_one_then_three", "graphs"),
+    PlansNewOfItsSize: ("three_then_one_then_the_same_three", "graphs"),
     CleanByUid: ("back_with_as_many_pages", "graphs"),
     CutAtCaptured: ("captured_for_the_smaller_alone", "graphs"),
     PlansPowerOfTwo: ("captured_for_3_and_4", "graphs"),
