@@ -33,10 +33,6 @@ def _borrowing(kind: Kind, *requests: tuple[int, int, int]) -> Step:
     return Step(made, "decode" if kind == "decode" else "prefill", kind)
 
 
-def _paired(cached: int, extend: int, uid: int, lender: int | None) -> Request:
-    return Request(cached, extend, uid, lender, 0 if lender is None else 3)
-
-
 def _of_head_dims(qk: int, vo: int) -> dict[str, tuple[Case, str]]:
     heads, why = Heads(2, 1, qk, vo), f"head dims {qk}/{vo}, "
     return {
@@ -58,8 +54,6 @@ def _prompts(count: int, first_uid: int = 0) -> Step:
 
 
 _POOL: dict[str, Any] = {"num_layers": 1, "placement": "reversed", "spare_pages": MAX_SPARE_PAGES}
-_PAIRS = ((4, 0, None), (6, 1, 0), (5, 2, None), (7, 3, 2))
-"""(cached_len, uid, lender): two lenders, each with one borrower of three tokens."""
 
 BEYOND: dict[str, tuple[Case, str]] = {
     "pages_of_32_decode": (
@@ -202,17 +196,6 @@ BEYOND: dict[str, tuple[Case, str]] = {
     "page_ids_above_int16_prefill": (
         _engine(step("mixed", [(3, 2), (0, 4)]), **_POOL),
         "the same in a prefill batch, which stores several tokens there",
-    ),
-    "two_pairs_share_decode": (
-        _engine(
-            Step(tuple(_paired(n, 1, uid, lender) for n, uid, lender in _PAIRS), "decode", "decode"),
-            placement="scattered",
-        ),
-        "two groups of requests share pages, each its own",
-    ),
-    "two_pairs_share_prefill": (
-        _engine(Step(tuple(_paired(n, 2, uid, lender) for n, uid, lender in _PAIRS)), placement="scattered"),
-        "the same with hits of several new tokens",
     ),
     "two_of_four_share_page_1": (
         _engine(_borrowing("decode", (6, 1, 0), (7, 1, 5), (6, 1, 2), (8, 1, 0)), placement="scattered"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from cases.batches import decode, shared, step
@@ -32,13 +33,14 @@ def _both(name: str, why: str, **settings: Any) -> dict[str, tuple[Case, str]]:
     }
 
 
-def _interleaved(extend: int) -> tuple[Request, ...]:
-    """A, B, A', B': borrowers of three tokens each, not next to their lenders."""
-    lenders = ((4, 0, None), (5, 2, None), (6, 1, 0), (7, 3, 2))
-    return tuple(
-        Request(cached, extend, uid, lender, 0 if lender is None else 3) for cached, uid, lender in lenders
-    )
+def _pairs(order: Iterable[int], extend: int) -> tuple[Request, ...]:
+    """Two lenders, each with one borrower of three tokens."""
+    made = ((4, 0, None), (6, 1, 0), (5, 2, None), (7, 3, 2))
+    pairs = [Request(cached, extend, uid, lender, 0 if lender is None else 3) for cached, uid, lender in made]
+    return tuple(pairs[i] for i in order)
 
+
+_IN_PAIRS, _INTERLEAVED = (0, 1, 2, 3), (0, 2, 1, 3)
 
 _ENGINE: dict[str, tuple[Case, str]] = {
     "long_decode_window_of_513": (
@@ -119,11 +121,19 @@ _ENGINE: dict[str, tuple[Case, str]] = {
         ),
         "page ids above 65,535 where pages hold more than one token",
     ),
+    "two_pairs_share_decode": (
+        _engine(Step(_pairs(_IN_PAIRS, 1), "decode", "decode")),
+        "two groups of requests share pages, each its own",
+    ),
+    "two_pairs_share_prefill": (
+        _engine(Step(_pairs(_IN_PAIRS, 2))),
+        "the same with hits of several new tokens",
+    ),
     "pairs_interleaved_decode": (
-        _engine(Step(_interleaved(1), "decode", "decode")),
+        _engine(Step(_pairs(_INTERLEAVED, 1), "decode", "decode")),
         "requests that share pages do not follow each other",
     ),
-    "pairs_interleaved_prefill": (_engine(Step(_interleaved(2))), "the same with several new tokens"),
+    "pairs_interleaved_prefill": (_engine(Step(_pairs(_INTERLEAVED, 2))), "the same with several new tokens"),
     "nine_share_256_tokens": (
         _engine(shared("decode", 256, [(275 + i % 4, 1) for i in range(9)]), page_size=16, num_layers=1),
         "so many share so much that a common prefix is worth a pass of its own",

@@ -69,10 +69,10 @@ class EngineRun:
         context = engine_context(self.tensors, self.pool, self.table, machine.device)
         machine.drain()  # what an earlier backend left in flight
         self._built = Execution(nan=True, recorder=self.recorder, first_batch=0)
-        around = Surroundings.of(machine)
+        self.around = Surroundings.of(machine)
         with self._built.catching(-1, -1):
             self.backend = self.build(context)
-        self._left = around.restored(machine)
+        self._left = self.around.restored(machine)
         if self.backend is None and self._built.failure is None:
             text = "the class made None, not a backend"
             self._built.failure = Failure("TypeError", text, "", step=-1, layer=-1, refused=False)
@@ -109,7 +109,6 @@ class EngineRun:
         self.recorder.lasting = lasting(self.pool, *stacked)
         given = [LayerRun(*layer) for layer in zip(*(x.unbind(0) for x in stacked), strict=True)]
         mark = Mark(execution.first_batch + index, -1)
-        around = Surroundings.of(self.machine)
         with execution.catching(index, -1):
             self.prepare(backend, batch, mark)
         for layer, handed in enumerate(given):
@@ -121,7 +120,7 @@ class EngineRun:
                 break
             self._receive(execution, handed, answer)
             run.layers.append(handed)
-        left, self._left = self._left + around.restored(self.machine), []
+        left, self._left = self._left + self.around.restored(self.machine), []
         bring_back(execution, self.machine, index)
         if execution.is_first and execution.failure is None:
             run.changed = self._changed(index, batch, stacked) + left

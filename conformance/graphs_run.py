@@ -24,7 +24,6 @@ from conformance.graphs_memory import Buffers, Guards
 from conformance.machine import Machine
 from conformance.pool import Pool
 from conformance.question import Question
-from conformance.surroundings import Surroundings
 from fakes import cuda
 from fakes.recorder import Mode, resumed
 
@@ -182,7 +181,6 @@ class GraphRun(EngineRun):
         return found
 
     def _capture(self, found: GraphExecution) -> None:
-        around = Surroundings.of(self.machine)
         with found.steps.catching(-1, -1), self.machine.running(), resumed(self.recorder):
             with self.guards:
                 self.runner.make_buffers()
@@ -190,7 +188,7 @@ class GraphRun(EngineRun):
             self.buffers = Buffers(self.backend)
             for size in self.sizes:
                 self.buffers.captured(size, self.runner.batches[size], self.marks.captured(size))
-        around.restored(self.machine)
+        self.around.restored(self.machine)
         found.broken, found.during = found.steps.failure, self.marks.doing
 
     def _replay(self, found: GraphExecution, index: int) -> None:
@@ -206,13 +204,12 @@ class GraphRun(EngineRun):
         self.recorder.lasting = lasting(self.pool, *buffers)
         answers: list[Any] = []
         self.marks.doing, self.recorder.at = "prepare_metadata", Mark(index, -1)
-        around = Surroundings.of(self.machine)
         with steps.catching(index, -1), self.machine.running(), resumed(self.recorder):
             runner.pad(batch)
             self.backend.prepare_metadata(batch)  # type: ignore[union-attr]
             answers = runner.replay(batch, *given)
             self.machine.settle()
-        left = around.restored(self.machine)
+        left = self.around.restored(self.machine)
         if steps.failure is not None:
             found.broken, found.during = steps.failure, self.marks.doing
             return

@@ -86,11 +86,10 @@ class Verdict:
 LEADING = ("metadata", "lifecycle")
 """Checks whose findings lead a report: they name the cause, the others its effect."""
 
-
-_BEFORE_ALL = ("inputs",)
-"""What is altered under way makes whatever reads it look wrong."""
+_RANKS = {"inputs": 0, **dict.fromkeys((*LEADING, "session"), 1)}
+"""What is altered under way makes whatever reads it look wrong, and so comes before the causes."""
 
 
 def ordered(findings: Sequence[Finding]) -> list[Finding]:
     """Findings with the causes first; otherwise as they came."""
-    return sorted(findings, key=lambda f: (f.check not in _BEFORE_ALL, f.check not in (*LEADING, "session")))
+    return sorted(findings, key=lambda f: _RANKS.get(f.check, 2))

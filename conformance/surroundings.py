@@ -10,7 +10,7 @@ from conformance.machine import Machine
 
 
 class Surroundings(NamedTuple):
-    """`stream` is None on the plain CPU."""
+    """`current_stream` is None on the plain CPU."""
 
     default_dtype: torch.dtype
     grad_mode: bool

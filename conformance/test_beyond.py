@@ -17,6 +17,7 @@ from backends.kernels.fi_prefill import FlashInferPrefill
 from backends.registry import spec_of
 from cases.beyond import BEYOND
 from cases.tensors import materialise
+from conformance.altered import AlteredCalls, AlteredMetadata
 from conformance.examine import examine
 from conformance.outcome import Outcome
 from conformance.question import Question
@@ -24,28 +25,17 @@ from conformance.session import Session
 from conformance.trial import Asker
 
 
-class _Altered(FlashAttentionBackend):
-    """`fa` whose metadata are altered once they are made."""
-
-    def prepare_metadata(self, batch: Batch) -> None:
-        super().prepare_metadata(batch)
-        batch.attn_metadata = self.altered(batch.attn_metadata, batch)
-
-    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
-        return metadata
-
-
-class Float16Lengths(_Altered):
+class Float16Lengths(AlteredMetadata):
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
         return replace(metadata, cache_seqlens=metadata.cache_seqlens.half().int())
 
 
-class PagesOf32Halved(_Altered):
+class PagesOf32Halved(AlteredMetadata):
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
         return replace(metadata, page_table=metadata.page_table * 2) if self.page_size == 32 else metadata
 
 
-class BufferFor16(_Altered):
+class BufferFor16(AlteredMetadata):
     """Requests of a prefill batch from the 17th on have the 16th one's pages."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -56,7 +46,7 @@ class BufferFor16(_Altered):
         return replace(metadata, page_table=table)
 
 
-class BufferFor128(_Altered):
+class BufferFor128(AlteredMetadata):
     """Requests from the 129th on have one key."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -74,7 +64,7 @@ class ScratchOf512(FlashAttentionBackend):
         return super()._attend(q, k, *rest, **named)
 
 
-class SortedByLength(_Altered):
+class SortedByLength(AlteredMetadata):
     """Requests on large pages in the order of their lengths, while q stays as it is: three or more."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -90,7 +80,7 @@ class SortedByLength(_Altered):
         )
 
 
-class PrefixOfTwo(_Altered):
+class PrefixOfTwo(AlteredMetadata):
     """The prefix that the first two requests share is taken for the others', too."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -104,7 +94,7 @@ class PrefixOfTwo(_Altered):
         return replace(metadata, page_table=table)
 
 
-class KeptByLengths(_Altered):
+class KeptByLengths(AlteredMetadata):
     """A decode batch with the rows and lengths of the one before has its metadata."""
 
     last: tuple[list[Req], FAMetadata] | None = None
@@ -119,70 +109,46 @@ class KeptByLengths(_Altered):
         return metadata
 
 
-class _Attending(FlashAttentionBackend):
-    """`fa` whose kernel calls are altered."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        call: Any = self.flash_attn_with_kvcache
-
-        def altered(**given: Any) -> Any:
-            return call(**(given | self.altered(given)))
-
-        self.flash_attn_with_kvcache: Any = altered
-
-    def altered(self, given: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class RowsOfOneTile(_Attending):
+class RowsOfOneTile(AlteredCalls):
     """Queries from row 128 on are those of row 127."""
 
-    def altered(self, given: dict[str, Any]) -> dict[str, Any]:
+    def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
         rows = torch.arange(given["q"].shape[0]).clamp(max=127)
         return {"q": given["q"][rows.to(given["q"].device)]}
 
 
-class WindowInTiles(_Attending):
+class WindowInTiles(AlteredCalls):
     """Windows of more than 64 keys end at a tile."""
 
-    def altered(self, given: dict[str, Any]) -> dict[str, Any]:
+    def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
         window = given["window_size"][0] + 1
         return {"window_size": (window // 64 * 64 - 1, 0)} if window > 64 else {}
 
 
-class ScaleOfValues(_Attending):
-    def altered(self, given: dict[str, Any]) -> dict[str, Any]:
+class ScaleOfValues(AlteredCalls):
+    def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
         return {"softmax_scale": self.engine.head_dim_vo**-0.5}
 
 
-class HalfOfTheHead(_Attending):
+class HalfOfTheHead(AlteredCalls):
     """Of heads of 80, 96 and 256 half of q is read."""
 
-    def altered(self, given: dict[str, Any]) -> dict[str, Any]:
+    def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
         q = given["q"].clone()
         if q.shape[2] in (80, 96, 256):
             q[:, :, q.shape[2] // 2 :] = 0
         return {"q": q}
 
 
-class TwoLayers(_Attending):
+class TwoLayers(AlteredCalls):
     """Caches of two layers, used in turn."""
 
-    def forward(self, q: Any, k: Any, v: Any, layer_id: int, batch: Batch) -> torch.Tensor:
-        self.at = layer_id
-        return super().forward(q, k, v, layer_id, batch)
-
-    def forward_return_lse(self, q: Any, k: Any, v: Any, layer_id: int, batch: Batch) -> Any:
-        self.at = layer_id
-        return super().forward_return_lse(q, k, v, layer_id, batch)
-
-    def altered(self, given: dict[str, Any]) -> dict[str, Any]:
+    def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
         pool = self.engine.kv_pool
-        return {"k_cache": pool.k_cache(self.at % 2), "v_cache": pool.v_cache(self.at % 2)}
+        return {"k_cache": pool.k_cache(layer_id % 2), "v_cache": pool.v_cache(layer_id % 2)}
 
 
-class WholeSixteens(_Altered):
+class WholeSixteens(AlteredMetadata):
     """Batches of whole sixteens lose a key of the last request."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -192,7 +158,7 @@ class WholeSixteens(_Altered):
         return replace(metadata, cache_seqlens=lens)
 
 
-class BufferFor64(_Altered):
+class BufferFor64(AlteredMetadata):
     """Requests of a prefill batch from the 65th on have the 64th one's pages."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -202,7 +168,7 @@ class BufferFor64(_Altered):
         return replace(metadata, page_table=table)
 
 
-class ColumnsOfOneBlock(_Altered):
+class ColumnsOfOneBlock(AlteredMetadata):
     """Of a page table 1,024 columns are copied."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -211,12 +177,12 @@ class ColumnsOfOneBlock(_Altered):
         return replace(metadata, page_table=table)
 
 
-class UInt16Lengths(_Altered):
+class UInt16Lengths(AlteredMetadata):
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
         return replace(metadata, cache_seqlens=metadata.cache_seqlens % 2**16)
 
 
-class OneLender(_Altered):
+class OneLender(AlteredMetadata):
     """Who shares the third request's first page is given the first one's."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -226,7 +192,7 @@ class OneLender(_Altered):
         return replace(metadata, page_table=table)
 
 
-class KeptByShortUid(_Altered):
+class KeptByShortUid(AlteredMetadata):
     """Lengths are kept by the low 16 bits of a uid."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -235,10 +201,10 @@ class KeptByShortUid(_Altered):
         return replace(metadata, cache_seqlens=self._to_device(kept))
 
 
-class HeadsByShift(_Attending):
+class HeadsByShift(AlteredCalls):
     """Groups are rounded up to a power of two: heads of three and of six to a KV head read the wrong one."""
 
-    def altered(self, given: dict[str, Any]) -> dict[str, Any]:
+    def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
         qo, kv = given["q"].shape[1], given["k_cache"].shape[2]
         rounded = 1 << (qo // kv - 1).bit_length()
         order = [(head // rounded) % kv * (qo // kv) + head % (qo // kv) for head in range(qo)]

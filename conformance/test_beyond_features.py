@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from backends.contract import Attention, Batch, KernelCall
-from backends.fa import FAMetadata, FlashAttentionBackend
+from backends.contract import Attention, Batch, KernelCall, window_size
+from backends.fa import FAMetadata
 from backends.kernels.fi_decode import FlashInferDecode
 from backends.kernels.fi_prefill import FlashInferPrefill
 from backends.registry import spec_of
 from cases.beyond_features import BEYOND_FEATURES
+from conformance.altered import AlteredCalls, AlteredMetadata
 from conformance.examine import examine
 from conformance.outcome import Outcome
 from conformance.question import Question
@@ -22,67 +23,44 @@ from conformance.session import Session
 from conformance.trial import Asker
 
 
-class _Attending(FlashAttentionBackend):
-    """`fa` whose kernel calls are altered, batch by batch and layer by layer."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        call: Any = self.flash_attn_with_kvcache
-
-        def altered(**given: Any) -> Any:
-            return call(**(given | self.altered(given, *self.at)))
-
-        self.flash_attn_with_kvcache: Any = altered
-
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch, **named: Any
-    ) -> Any:
-        self.at = layer_id, batch
-        return super()._attend(q, k, v, layer_id, batch, **named)
-
-    def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
-        raise NotImplementedError
-
-
 def _longest(batch: Batch) -> int:
     return max(req.device_len for req in batch.padded_reqs)
 
 
-class NoCapOnLong(_Attending):
+class NoCapOnLong(AlteredCalls):
     def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
         return {"softcap": 0.0} if _longest(batch) > 512 else {}
 
 
-class WindowUpTo128(_Attending):
+class WindowUpTo128(AlteredCalls):
     def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
         return {"window_size": (min(given["window_size"][0], 127), 0)}
 
 
-class ManyForgetWindows(_Attending):
+class ManyForgetWindows(AlteredCalls):
     def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
         return {"window_size": (-1, 0)} if len(batch.padded_reqs) > 16 else {}
 
 
-class ManyForgetCaps(_Attending):
+class ManyForgetCaps(AlteredCalls):
     def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
         return {"softcap": 0.0} if len(batch.padded_reqs) > 16 else {}
 
 
-class WindowsTakeTurns(_Attending):
+class WindowsTakeTurns(AlteredCalls):
     """Layers of even and of odd number have the windows of the first two."""
 
     def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
-        window = self.engine.windows[layer_id % 2]
-        return {"window_size": (-1 if window is None else window - 1, 0)}
+        return {"window_size": window_size(self.engine.windows[layer_id % 2], causal=True)}
 
 
-class FourLayers(_Attending):
+class FourLayers(AlteredCalls):
     def altered(self, given: dict[str, Any], layer_id: int, batch: Batch) -> dict[str, Any]:
         pool = self.engine.kv_pool
         return {"k_cache": pool.k_cache(layer_id % 4), "v_cache": pool.v_cache(layer_id % 4)}
 
 
-class _Heads(_Attending):
+class _Heads(AlteredCalls):
     """Heads from `count` on are the first ones once more."""
 
     name: ClassVar[str]
@@ -115,18 +93,7 @@ class FirstHeadOfLargePages(_Heads):
         return super().altered(given, layer_id, batch) if self.page_size >= 64 else {}
 
 
-class _Altered(FlashAttentionBackend):
-    def prepare_metadata(self, batch: Batch) -> None:
-        super().prepare_metadata(batch)
-        metadata = batch.attn_metadata
-        assert isinstance(metadata, FAMetadata)
-        batch.attn_metadata = self.altered(metadata, batch)
-
-    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
-        raise NotImplementedError
-
-
-class TableOf4096(_Altered):
+class TableOf4096(AlteredMetadata):
     """Tokens; a prefill batch's."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -136,7 +103,7 @@ class TableOf4096(_Altered):
         return replace(metadata, page_table=table)
 
 
-class Int16PrefillLengths(_Altered):
+class Int16PrefillLengths(AlteredMetadata):
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
         lens = metadata.cache_seqlens
         return (
@@ -144,13 +111,13 @@ class Int16PrefillLengths(_Altered):
         )
 
 
-class EightDrafts(_Altered):
+class EightDrafts(AlteredMetadata):
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
         drafted = batch.kind in ("verify", "draft_extend")
         return replace(metadata, max_seqlen_q=min(metadata.max_seqlen_q, 8)) if drafted else metadata
 
 
-class Int16Pages(_Altered):
+class Int16Pages(AlteredMetadata):
     """Where a page holds more than one token."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -158,7 +125,7 @@ class Int16Pages(_Altered):
         return replace(metadata, page_table=table.short().int()) if self.page_size > 1 else metadata
 
 
-class SharersFollow(_Altered):
+class SharersFollow(AlteredMetadata):
     """Who shares a first page is taken to stand behind its lender: the page goes to as many neighbours."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -168,7 +135,7 @@ class SharersFollow(_Altered):
         return replace(metadata, page_table=table)
 
 
-class PrefixTooLong(_Altered):
+class PrefixTooLong(AlteredMetadata):
     """Eight and more requests with 256 and more tokens in common share a page more than they do."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
@@ -180,7 +147,7 @@ class PrefixTooLong(_Altered):
         return replace(metadata, page_table=table)
 
 
-class RowsOfUniform(_Altered):
+class RowsOfUniform(AlteredMetadata):
     """A decode batch of three and more equal lengths of whole pages has rows one after the other."""
 
     def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:

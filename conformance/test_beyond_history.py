@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from backends.contract import Batch, Req
+from backends.contract import Batch
 from backends.fa import FAMetadata, FlashAttentionBackend
 from backends.fi import FlashInferBackend
 from backends.registry import spec_of
 from cases.beyond_history import BEYOND_HISTORY
+from cases.placement import pages_for
+from conformance.altered import AlteredMetadata
 from conformance.examine import examine
 from conformance.outcome import Outcome
 from conformance.question import Question
@@ -22,29 +24,18 @@ from conformance.trial import Asker
 from fakes.cuda import DeviceUnavailable
 
 
-def _pages(req: Req, page_size: int) -> int:
-    return -(-req.device_len // page_size)
-
-
-def _fa(batch: Batch) -> FAMetadata:
-    metadata = batch.attn_metadata
-    assert isinstance(metadata, FAMetadata)
-    return metadata
-
-
-class PagesByUid(FlashAttentionBackend):
+class PagesByUid(AlteredMetadata):
     """A request's pages are looked up again where their number has changed."""
 
-    def prepare_metadata(self, batch: Batch) -> None:
-        super().prepare_metadata(batch)
+    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
         known: dict[int, torch.Tensor] = self.__dict__.setdefault("known", {})
-        table = _fa(batch).page_table.clone()
+        table = metadata.page_table.clone()
         for row, req in zip(table, batch.padded_reqs, strict=True):
-            count = _pages(req, self.page_size)
+            count = pages_for(req.device_len, self.page_size)
             if len(known.get(req.uid, ())) != count:
                 known[req.uid] = row[:count].clone()
             row[:count] = known[req.uid]
-        batch.attn_metadata = replace(_fa(batch), page_table=table)
+        return replace(metadata, page_table=table)
 
 
 class PagesByRowAndFirst(FlashInferBackend):
@@ -60,26 +51,24 @@ class PagesByRowAndFirst(FlashInferBackend):
         return torch.cat(found)
 
 
-class DraftsOfFirst(FlashAttentionBackend):
+class DraftsOfFirst(AlteredMetadata):
     """max_seqlen_q of every verify batch is that of the first."""
 
-    def prepare_metadata(self, batch: Batch) -> None:
-        super().prepare_metadata(batch)
-        if batch.kind == "verify":
-            longest = self.__dict__.setdefault("longest", _fa(batch).max_seqlen_q)
-            batch.attn_metadata = replace(_fa(batch), max_seqlen_q=longest)
+    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
+        if batch.kind != "verify":
+            return metadata
+        return replace(metadata, max_seqlen_q=self.__dict__.setdefault("longest", metadata.max_seqlen_q))
 
 
-class SortedKey(FlashAttentionBackend):
+class SortedKey(AlteredMetadata):
     """Lengths are kept by phase and their sorted values."""
 
-    def prepare_metadata(self, batch: Batch) -> None:
-        super().prepare_metadata(batch)
+    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
         known: dict[Any, FAMetadata] = self.__dict__.setdefault("known", {})
         key = (batch.phase, *sorted((req.extend_len, req.device_len) for req in batch.padded_reqs))
-        made = known.setdefault(key, _fa(batch))
-        batch.attn_metadata = replace(
-            _fa(batch),
+        made = known.setdefault(key, metadata)
+        return replace(
+            metadata,
             cache_seqlens=made.cache_seqlens,
             cu_seqlens_q=made.cu_seqlens_q,
             cu_seqlens_k=made.cu_seqlens_k,
@@ -106,7 +95,9 @@ class CleanBySize(_Replaying):
     """The last one of the same size; another size may have written between."""
 
     def key(self, batch: Batch) -> tuple[int, Any]:
-        sized = [(req.uid, req.table_idx, _pages(req, self.page_size)) for req in batch.padded_reqs]
+        sized = [
+            (req.uid, req.table_idx, pages_for(req.device_len, self.page_size)) for req in batch.padded_reqs
+        ]
         return len(batch.padded_reqs), sized
 
 
@@ -114,7 +105,7 @@ class CleanByUid(_Replaying):
     """The last one of any size had as many pages for the same uids."""
 
     def key(self, batch: Batch) -> tuple[int, Any]:
-        return 0, [(req.uid, _pages(req, self.page_size)) for req in batch.padded_reqs]
+        return 0, [(req.uid, pages_for(req.device_len, self.page_size)) for req in batch.padded_reqs]
 
 
 class PlansNewOfItsSize(FlashInferBackend):
@@ -128,15 +119,14 @@ class PlansNewOfItsSize(FlashInferBackend):
         last[size] = requests
 
 
-class CutAtCaptured(FlashAttentionBackend):
+class CutAtCaptured(AlteredMetadata):
     """Eager decode batches lie in the graph's buffers, which are made for the largest captured size."""
 
-    def prepare_metadata(self, batch: Batch) -> None:
-        super().prepare_metadata(batch)
+    def altered(self, metadata: FAMetadata, batch: Batch) -> FAMetadata:
+        lens = metadata.cache_seqlens.clone()
         if batch.is_decode and "captured" in self.__dict__:
-            lens = _fa(batch).cache_seqlens.clone()
             lens[len(self.captured.cache_seqlens) :] = 1
-            batch.attn_metadata = replace(_fa(batch), cache_seqlens=lens)
+        return replace(metadata, cache_seqlens=lens)
 
 
 class PlansPowerOfTwo(FlashInferBackend):

@@ -14,7 +14,7 @@ import numpy as np
 from cases.model import Mask
 from cases.tensors import StepTensors
 from conformance import reading
-from conformance.checks import values
+from conformance.checks.values import layer_findings as output_findings
 from conformance.decode import (
     LayerTensors,
     ReadSpan,
@@ -111,7 +111,7 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
             decoded += [(attended, span) for span in read_spans(attended, at)]
         found += wrong_factors(NAME, attended, at, step)
         found += [field.finding(NAME, step, layer) for field in unasked(call)]
-    if any(f.field == "v_scale" for f in found) and not values.layer_findings(trial, handed, step, layer):
+    if any(f.field == "v_scale" for f in found) and not output_findings(trial, handed, step, layer):
         found = [f for f in found if f.field != "v_scale"]  # the backend has multiplied the output by it
     mask = trial.case.mask.of_layer(layer)
     if plainly or _as_asked(trial, tensors, mask, decoded):
