@@ -12,7 +12,7 @@ RISE = 256 << 20
 _STATM = Path("/proc/self/statm")
 
 
-class _Level:
+class Level:
     """What this process held when garbage was last collected here; 0: it never was."""
 
     bytes = 0
@@ -20,15 +20,16 @@ class _Level:
 
 def relieve() -> None:
     """Collect garbage if this process has taken `RISE` bytes since. Does nothing where there is no `/proc`."""
-    now = _resident()
-    if now < _Level.bytes or not _Level.bytes:
-        _Level.bytes = now
-    elif now - _Level.bytes > RISE:
+    now = resident()
+    if now < Level.bytes or not Level.bytes:
+        Level.bytes = now
+    elif now - Level.bytes > RISE:
         gc.collect()
-        _Level.bytes = _resident()
+        Level.bytes = resident()
 
 
-def _resident() -> int:
+def resident() -> int:
+    """Bytes of memory that this process holds; 0 where there is no `/proc`."""
     try:
         return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
