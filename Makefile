@@ -65,11 +65,12 @@ soak: $(INSTALLED) ## Run 20,000 random cases and sessions per backend; with TRA
 clean: ## Remove what the targets above made
 	rm -rf $(VENV) build dist *.egg-info $(REPORT) .hypothesis .pytest_cache .ruff_cache .import_linter_cache
 
-# Setting up happens again only when one of these files changes, or when a run of it broke off.
+# Setting up happens again only when one of these files changes, or when a run of it broke off. Python compiles what is
+# imported then; compiling all of torch beforehand takes half a minute.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip expecttest -e '.[full,parallel,upgrade]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt pip expecttest -e '.[full,parallel,upgrade]'
 	@touch $@
 
 $(ENGINE)/.installed: backends/engines/sglang.txt | $(INSTALLED)
@@ -79,5 +80,5 @@ $(ENGINE)/.installed: backends/engines/sglang.txt | $(INSTALLED)
 	@touch $@
 
 $(DEVELOPING): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --group dev
 	@touch $@
