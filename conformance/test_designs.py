@@ -11,12 +11,13 @@ import torch
 
 from backends.contract import Batch
 from backends.fi import FlashInferBackend
-from backends.fi_base import FIMetadata, FIRun
+from backends.fi_base import FIMetadata, FIRun, FlashInferBase
 from backends.registry import spec_of
 from backends.torch_sdpa import TorchBackend
 from cases.batches import decode, step
 from cases.beyond import BEYOND
 from cases.model import Case, Mask, Request, Step
+from conformance.appending import AppendingBackend
 from conformance.examine import examine
 from conformance.question import Question
 from conformance.session import Session
@@ -137,6 +138,7 @@ DESIGNS: dict[type[Any], tuple[Case, ...]] = {
     KeepsEqualPlans: (EQUAL, SAME),
     OneWrapper: (WINDOWS, BEYOND["window_in_some_layers_decode"][0]),
     ScalesAround: tuple(replace(FP8, seed=seed) for seed in range(4)),
+    AppendingBackend: (EQUAL, SAME, WINDOWS, replace(EQUAL, layout="HND", strided=True)),
     PreparesCompiled: (EQUAL, BEYOND["decode_of_12_24_48_requests"][0]),
 }
 
@@ -152,7 +154,7 @@ def built_in() -> Iterator[dict[str, Asker]]:
 
 @pytest.mark.parametrize("design", DESIGNS, ids=lambda design: design.__name__)
 def test_it_passes(built_in: dict[str, Asker], design: type[Any]) -> None:
-    base = built_in["fi" if issubclass(design, FlashInferBackend) else "torch"]
+    base = built_in["fi" if issubclass(design, FlashInferBase) else "torch"]
     for case in DESIGNS[design]:
         verdict = examine(Question(case), replace(base, spec=spec_of(design)))
         assert verdict.unsupported is None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SURFACES = Path(__file__).parent / "surface"
 
 MODULES = {
-    "flashinfer": ("", "cascade", "decode", "mla", "page", "prefill"),
+    "flashinfer": ("", "cascade", "decode", "mla", "page", "prefill", "quantization"),
     "sgl_kernel": ("", "attention", "flash_attn", "flash_mla"),
 }
 """Submodules whose definitions are extracted; "" is the top level."""

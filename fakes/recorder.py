@@ -17,6 +17,8 @@ from fakes import cuda
 from fakes.cuda import watch
 
 Mode = Literal["strict", "faithful"]
+Op = Literal["create", "plan", "attend", "merge", "append"]
+"""What an entry point does. "append": it stores keys and values."""
 
 MAX_RECORDED = 1 << 20
 """Integer tensors of up to this many elements are copied into the record."""
@@ -119,7 +121,7 @@ class Call:
     index: int
     library: str
     name: str
-    op: Literal["create", "plan", "attend", "merge"]
+    op: Op
     owner: int
     arguments: dict[str, Any]
     at: Any
@@ -182,7 +184,7 @@ class Recorder:
         self,
         library: str,
         name: str,
-        op: Literal["create", "plan", "attend", "merge"],
+        op: Op,
         owner: int,
         arguments: dict[str, Any],
         plan: int | None = None,

@@ -47,6 +47,7 @@ LEFT_OUT = {
         "trtllm_batch_decode_with_kv_cache_mla",
         "xqa_batch_decode_with_kv_cache_mla",
     },
+    "flashinfer.page": {"get_page_module"},
     "flashinfer.prefill": {
         "fmha_v2_prefill_deepseek",
         "fmha_varlen",
@@ -63,6 +64,7 @@ LEFT_OUT = {
         "trtllm_batch_context_with_kv_cache",
         "trtllm_ragged_attention_deepseek",
     },
+    "flashinfer.quantization": {"get_quantization_module"},
 }
 """Public names that a module's fake leaves out, in the default release. Other modules are left out whole."""
 

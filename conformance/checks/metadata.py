@@ -27,6 +27,7 @@ from conformance.decode import (
 from conformance.execution import LayerRun
 from conformance.fields import unasked, wrong_fields
 from conformance.outcome import Finding
+from conformance.stores import misplaced
 from conformance.trial import Trial
 from fakes.recorder import Attended, Call, TensorRecord
 from reference import visible
@@ -44,6 +45,10 @@ def check(trial: Trial) -> list[Finding] | None:
             attends = [c for c in calls if c.attended is not None and c.at.layer == layer]
             if attends:
                 found += _layer(trial, step, layer, handed, attends)
+            stores = [c for c in calls if c.op == "append" and c.at.layer == layer]
+            found += [
+                f.finding(NAME, step, layer) for c in stores for f in misplaced(trial.question.step(step), c)
+            ]
     found += _of_refused_call(trial)
     return found if looked else None
 

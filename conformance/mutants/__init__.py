@@ -13,6 +13,7 @@ from conformance.mutants import (
     numerics,
     page_tables,
     sessions,
+    stores,
     streams,
 )
 from conformance.mutants.mutant import MUTANTS, Mutant
@@ -29,5 +30,6 @@ __all__ = [
     "numerics",
     "page_tables",
     "sessions",
+    "stores",
     "streams",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from fakes import releases
-from fakes.flashinfer import cascade, decode, mla, prefill
+from fakes.flashinfer import cascade, decode, mla, page, prefill, quantization
 from fakes.flashinfer.cascade import (
     MultiLevelCascadeAttentionWrapper,
     merge_state,
@@ -23,12 +23,19 @@ from fakes.flashinfer.decode import (
     single_decode_with_kv_cache,
 )
 from fakes.flashinfer.mla import BatchMLAPagedAttentionWrapper
+from fakes.flashinfer.page import (
+    append_paged_kv_cache,
+    append_paged_mla_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+)
 from fakes.flashinfer.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
+from fakes.flashinfer.quantization import packbits, segment_packbits
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -37,14 +44,22 @@ __all__ = [
     "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
     "cascade",
     "decode",
     "fast_decode_plan",
+    "get_batch_indices_positions",
+    "get_seq_lens",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
     "mla",
+    "packbits",
+    "page",
     "prefill",
+    "quantization",
+    "segment_packbits",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",

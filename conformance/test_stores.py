@@ -1,0 +1,110 @@
+"""Tokens that FlashInfer's own kernel stores: which array is named where they go elsewhere, and what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from backends.fi_base import FIMetadata
+from backends.registry import spec_of
+from cases.batches import step
+from cases.model import Case
+from conformance.appending import AppendingBackend
+from conformance.examine import examine
+from conformance.outcome import Verdict
+from conformance.question import Question
+from conformance.session import Session
+from conformance.trial import Asker
+
+HITS = Case((step("mixed", [(3, 2), (0, 4), (2, 3)], 0),), page_size=2, placement="scattered")
+
+Places = dict[str, torch.Tensor]
+Change = Callable[[Places], Places]
+
+
+@pytest.fixture(scope="module")
+def correct() -> Iterator[Asker]:
+    with Session(["fi-paged"], device_sim="light") as session:
+        yield session.askers[0]
+
+
+def asked(correct: Asker, faulty: type[AppendingBackend]) -> Verdict:
+    spec = replace(spec_of(AppendingBackend), factory=faulty)
+    verdict = examine(Question(HITS), replace(correct, spec=spec))
+    assert verdict.unsupported is None
+    return verdict
+
+
+def altered(change: Change) -> type[AppendingBackend]:
+    class Altered(AppendingBackend):
+        def places(self, metadata: FIMetadata, num_tokens: int) -> Places:
+            sound = super().places(metadata, num_tokens)
+            return sound | change(sound)
+
+    return Altered
+
+
+def put(name: str, at: int, value: int) -> Change:
+    def change(sound: Places) -> Places:
+        array = sound[name].clone()
+        array[at] = value
+        return {name: array}
+
+    return change
+
+
+def numbers(name: str, *values: int) -> Change:
+    return lambda sound: {name: torch.tensor(values, dtype=torch.int32).to(sound[name].device)}
+
+
+def rolled(sound: Places) -> Places:
+    return {"kv_indices": sound["kv_indices"].roll(1)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("positions", 1, 3), "positions[1] is 3, must be 4"),
+        (
+            numbers("positions", 0, 1, 0, 1, 2, 3, 0, 1, 2),
+            "positions[0] is 0, must be 3: the request's stored tokens are not counted",
+        ),
+        (put("batch_indices", 1, 2), "batch_indices[1] is 2, must be 0"),
+        (rolled, "kv_indices[1], where position 3 of request 0 is stored, is "),
+    ],
+)
+def test_the_array_at_fault_is_named(correct: Asker, change: Change, message: str) -> None:
+    verdict = asked(correct, altered(change))
+    field = message.partition("[")[0]
+    named = [f.message for f in verdict.findings if f.check == "metadata" and f.field == field]
+    assert any(text.startswith(message) for text in named), verdict.findings
+
+
+def test_pool_sees_two_tokens_that_change_places(correct: Asker) -> None:
+    verdict = asked(correct, altered(numbers("positions", 4, 3, 0, 1, 2, 3, 2, 3, 4)))
+    assert "pool" in verdict.failed
+    assert "metadata" not in verdict.failed
+
+
+class OtherWayRound(AppendingBackend):
+    """Its requests are numbered from the last one on."""
+
+    def places(self, metadata: FIMetadata, num_tokens: int) -> Places:
+        sound = super().places(metadata, num_tokens)
+        counts = sound["kv_indptr"].diff()
+        sizes: list[int] = counts.tolist()
+        parts: list[torch.Tensor] = list(sound["kv_indices"].split_with_sizes(sizes))
+        indptr = torch.nn.functional.pad(counts.flip(0).cumsum(0), (1, 0))
+        return sound | {
+            "batch_indices": len(parts) - 1 - sound["batch_indices"],
+            "positions": sound["positions"].long(),
+            "kv_indices": torch.cat(parts[::-1]),
+            "kv_indptr": indptr,
+        }
+
+
+def test_requests_may_be_numbered_otherwise(correct: Asker) -> None:
+    assert not asked(correct, OtherWayRound).failed
