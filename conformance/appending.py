@@ -65,7 +65,6 @@ class _Appends:
         return getattr(self.pool, name)
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, _: torch.Tensor, layer_id: int) -> None:
-        self.pool.stored()
         backend = self.backend
         backend.page.append_paged_kv_cache(
             k,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ class OtherWayRound(AppendingBackend):
     def places(self, metadata: FIMetadata, num_tokens: int) -> Places:
         sound = super().places(metadata, num_tokens)
         counts = sound["kv_indptr"].diff()
-        sizes: list[int] = counts.tolist()
+        sizes = [int(count) for count in counts]
         parts: list[torch.Tensor] = list(sound["kv_indices"].split_with_sizes(sizes))
         indptr = torch.nn.functional.pad(counts.flip(0).cumsum(0), (1, 0))
         return sound | {
@@ -108,3 +109,35 @@ class OtherWayRound(AppendingBackend):
 
 def test_requests_may_be_numbered_otherwise(correct: Asker) -> None:
     assert not asked(correct, OtherWayRound).failed
+
+
+class Late(AppendingBackend):
+    """Stores when attention has read."""
+
+    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
+        pool, self.kv_pool = self.kv_pool, _Nothing(self.kv_pool)
+        found = super()._run(q, k, v, *args, **options)
+        self.kv_pool = pool
+        layer_id, batch = args
+        pool.store_kv(k, v, batch.out_loc, layer_id)
+        return found
+
+
+class _Nothing:
+    """A pool that stores nothing."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pool, name)
+
+    def store_kv(self, *_: Any) -> None: ...
+
+
+def test_the_librarys_own_store_must_come_before_attention(correct: Asker) -> None:
+    found = [f for f in asked(correct, Late).findings if f.check == "lifecycle"]
+    assert (
+        found[0].message
+        == "BatchPrefillWithPagedKVCacheWrapper.run read this step's keys before K and V were stored"
+    )

@@ -82,14 +82,17 @@ def _stores(trial: Trial, step: int, calls: list[Call]) -> list[Finding]:
     """Reads of this step's new tokens before they were stored."""
     tensors = trial.question.step(step)
     new = tensors.slots[tensors.new]
+    by_library: set[Mark] = set()
     for call in calls:
+        if call.op == "append":
+            by_library.add(Mark(*call.at))
         attended = call.attended
         if attended is None or attended.layout == "ragged" or attended.appended:
             continue
         if not shares(attended.k, trial.pool.k):
             continue  # a copy: where it was taken from is not known, what it holds decides
         stored = trial.pool.stores.get(Mark(*call.at))
-        if stored is not None and stored <= call.index:
+        if Mark(*call.at) in by_library or (stored is not None and stored <= call.index):
             continue
         if any(np.isin(span.slots, new).any() for span in attended.spans):
             message = f"{call.name} read this step's keys before K and V were stored"
