@@ -96,7 +96,7 @@ def get_batch_indices_positions(
     Args:
         append_indptr: ints `[batch_size + 1]`, where each request's tokens begin.
         seq_lens: ints `[batch_size]`, lengths with the appended tokens.
-        nnz: tokens in all. What `append_indptr` does not reach is left as it was; from 0.7.4 on its request is -1.
+        nnz: tokens in all. What `append_indptr` does not reach is left as it was; from 0.7.2 on its request is -1.
         batch_indices, positions: int32 `[nnz]`, written in place of new ones.
 
     Returns:
@@ -109,7 +109,7 @@ def get_batch_indices_positions(
         for name, buffer in (("batch_indices", batch_indices), ("positions", positions)):
             if buffer is not None:
                 check_buffer(buffer, (nnz,), torch.int32, append_indptr, name)
-        cleared = releases.at_least(LIBRARY, "0.7.4")
+        cleared = releases.at_least(LIBRARY, "0.7.2")
         if batch_indices is None:
             batch_indices = _fresh(nnz, -1 if cleared else _NOBODYS, append_indptr)
         elif cleared:
