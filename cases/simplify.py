@@ -18,6 +18,7 @@ from cases.session_changes import consistent, session_changes
 _PLAIN = Case((Step((Request(),)),))
 _KEPT = {"steps", "level", "page_size", "num_layers"}
 _RANK = {"decode": 0, "prefill": 1}
+_FEW = 4
 
 
 def simplify(case: Case, fails: Callable[[Case], bool], *, budget: int = 1000) -> Case:
@@ -54,6 +55,7 @@ def simpler(case: Case) -> Iterator[Case]:
         _shorter,
         _plainer_steps,
         _other_seeds,
+        _one_for_a_token,
     ):
         for changed, settings in change(case, drafts):
             if settings.get("session", case.session):
@@ -109,6 +111,37 @@ def _other_seeds(case: Case, drafts: Sequence[Draft]) -> Changes:
         yield drafts, {"seed": seed}
         for kept, _ in _fewer_requests(case, drafts):
             yield kept, {"seed": seed}
+
+
+def _one_for_a_token(case: Case, drafts: Sequence[Draft]) -> Changes:
+    """Of a few requests one fewer, and another a token longer: what it takes to be in the way of something."""
+    if sum(len(draft.requests) for draft in drafts) > _FEW:
+        return
+    changes = session_changes if case.session else _fewer_steps_or_requests
+    for fewer, settings in changes(case, drafts):
+        if settings or sum(len(d.requests) for d in fewer) >= sum(len(d.requests) for d in drafts):
+            continue
+        for i, draft in enumerate(fewer):
+            for j, r in enumerate(draft.requests):
+                for longer in _longer(r):
+                    requests = [*draft.requests[:j], longer, *draft.requests[j + 1 :]]
+                    grown = draft._replace(requests=requests)
+                    if longer.qo_len > 1 and draft.kind == "decode":
+                        grown = grown._replace(phase="prefill", kind="prefill")
+                    yield [*fewer[:i], grown, *fewer[i + 1 :]], {}
+
+
+def _fewer_steps_or_requests(case: Case, drafts: Sequence[Draft]) -> Changes:
+    yield from _fewer_steps(case, drafts)
+    yield from _fewer_requests(case, drafts)
+
+
+def _longer(r: AnyRequest) -> Iterator[AnyRequest]:
+    if isinstance(r, KernelRequest):
+        yield replace(r, kv_len=r.kv_len + 1)
+    else:
+        yield replace(r, cached_len=r.cached_len + 1)
+        yield replace(r, extend_len=r.extend_len + 1)
 
 
 def _alone_at_the_end(case: Case, drafts: Sequence[Draft]) -> Changes:

@@ -208,3 +208,13 @@ def test_a_long_session_gets_small_in_few_calls() -> None:
     smallest = simplify(_session(first, *steps), needs_twenty_steps)
     assert smallest.steps == (Step((Request(),), "decode", "decode"),) * 20
     assert calls < 400, "one step shorter must not mean to try everything again"
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_a_request_is_given_for_a_token(session: bool) -> None:
+    """Four requests of one token, where as many tokens in one request do as well."""
+    requests = tuple(Request(uid=uid) for uid in range(4))
+    case = Case((Step(requests),), session=session)
+    found = simplify(case, lambda case: sum(sum(step.kv_lens) for step in case.steps) >= 4)
+    (step,) = found.steps
+    assert step.kv_lens == (4,)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from cases.model import Case
 from cases.simplify import simplify
 from conformance.examine import examine
+from conformance.outcome import Outcome
 from conformance.question import Question
 from conformance.support import unsupported
-from conformance.sweep import CHUNK
+from conformance.sweep import CHUNK, size
 from conformance.trial import AnyAsker
 
 MAX_SHRINKS = 2000
 """Cases tried after the first failure; then the smallest so far stands."""
+FEW_REQUESTS, FEW_TOKENS = 3, 7
+"""Requests, and keys and query rows, of a case that need not be searched for a smaller one."""
 
 
 class _Found(Exception):  # noqa: N818 - no error: the search has ended
@@ -24,63 +30,85 @@ class _Found(Exception):  # noqa: N818 - no error: the search has ended
 def smallest(
     asker: AnyAsker, check: str, strategy: SearchStrategy[Case], *, seed: int, max_examples: int
 ) -> Case | None:
-    """Draw what `conformance.sweep.draw` draws for this seed and count; shrink the first case that fails.
+    """Draw what `conformance.sweep.draw` draws for this seed and count, and make the first case that fails smaller:
+    by its record, and where that ends at a large one by hypothesis, and by its record again.
 
-    Only `check` is run, on each case once. None: no case fails it.
+    Only `check` is run, on each case once, and only what fails as the first one did counts. None: no case fails it.
     """
     for chunk in range(-(-max_examples // CHUNK)):
         search = _Search(asker, check)
-        search.run(strategy, seed * 1_000_003 + chunk, min(CHUNK, max_examples - chunk * CHUNK))
-        if search.smallest is not None:
-            return simplify(search.smallest, search.fails)
+        drawn = strategy, seed * 1_000_003 + chunk, min(CHUNK, max_examples - chunk * CHUNK)
+        first = search.run(*drawn, [Phase.generate])
+        if first is None:
+            continue
+        found = [simplify(first, search.fails)]
+        requests, tokens, _ = size(found[0])
+        if requests > FEW_REQUESTS or tokens > FEW_TOKENS:
+            shrunk = search.run(*drawn, [Phase.generate, Phase.shrink])
+            found += [] if shrunk is None else [simplify(shrunk, search.fails)]
+        return min(found, key=size)
     return None
 
 
 class _Search:
-    """One hypothesis run. Verdicts are kept by case: a flaky backend must not confuse hypothesis."""
+    """Verdicts are kept by case: a flaky backend must not confuse hypothesis."""
 
     def __init__(self, asker: AnyAsker, check: str) -> None:
         self.asker = asker
         self.check = check
-        self.smallest: Case | None = None
+        self._outcome: Outcome | None = None
+        """How the first case failed."""
         self._known: dict[Case, bool] = {}
         self._shrinks = 0
 
-    def run(self, strategy: SearchStrategy[Case], first: int, count: int) -> None:
+    def run(
+        self, strategy: SearchStrategy[Case], first: int, count: int, phases: Sequence[Phase]
+    ) -> Case | None:
+        """The last failing case of one hypothesis run: the only one, or the smallest of those it went through."""
+        found: Case | None = None
+
         @seed(first)
         @settings(
             max_examples=count,
             database=None,
             deadline=None,
-            phases=[Phase.generate, Phase.shrink],
+            phases=phases,
             suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
             report_multiple_bugs=False,
             print_blob=False,
         )
         @given(strategy)
         def probe(case: Case) -> None:
+            nonlocal found
             if self.fails(case):
-                self.smallest = case
+                found = case
                 raise _Found
 
-        try:
+        with suppress(_Found):
             probe()
-        except _Found:
-            return
+        return found
 
     def fails(self, case: Case) -> bool:
         if case in self._known:
             return self._known[case]
-        if self.smallest is not None:
+        if self._outcome is not None:
             self._shrinks += 1
             if self._shrinks > MAX_SHRINKS:
                 return False
-        self._known[case] = fails(case, self.asker, self.check)
+        outcome = _failure(case, self.asker, self.check)
+        self._outcome = self._outcome or outcome
+        self._known[case] = outcome is not None and outcome is self._outcome
         return self._known[case]
 
 
 def fails(case: Case, asker: AnyAsker, check: str) -> bool:
     """Whether a backend fails a check on a case that it declares."""
+    return _failure(case, asker, check) is not None
+
+
+def _failure(case: Case, asker: AnyAsker, check: str) -> Outcome | None:
+    """How; None where it does not."""
     if unsupported(case, asker.spec.capabilities, asker.mode) is not None:
-        return False
-    return check in examine(Question(case), asker, {check}).failed
+        return None
+    verdict = examine(Question(case), asker, {check})
+    return verdict.outcomes[check] if check in verdict.failed else None

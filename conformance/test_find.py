@@ -12,8 +12,11 @@ from backends.registry import spec_of
 from backends.torch_sdpa import TorchBackend
 from cases.strategies import engine_cases
 from conformance.campaign import Campaign
+from conformance.examine import examine
 from conformance.find import MAX_SHRINKS, smallest
 from conformance.mutants import MUTANTS
+from conformance.outcome import Outcome
+from conformance.question import Question
 from conformance.session import Session
 from conformance.sweep import draw
 from conformance.trial import Asker
@@ -74,6 +77,25 @@ def test_same_seed_finds_the_same_case(asker: Asker) -> None:
     faulty = replace(asker, spec=spec_of(SecondPageWrong))
     found = {smallest(faulty, "values", engine_cases(), seed=5, max_examples=200) for _ in range(2)}
     assert len(found) == 1
+
+
+class LongWrongShortRaises(TorchBackend):
+    """Wrong from three tokens on; of two it takes none."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch) -> Any:
+        longest = max(r.device_len for r in batch.reqs)
+        if longest == 2:
+            raise ValueError("two tokens")
+        out = super().forward(q, k, v, layer_id, batch)
+        return out + 1 if longest > 2 else out
+
+
+def test_another_way_to_fail_is_not_taken_for_it(asker: Asker) -> None:
+    faulty = replace(asker, spec=spec_of(LongWrongShortRaises))
+    case = smallest(faulty, "values", engine_cases(), seed=0, max_examples=100)
+    assert case is not None
+    assert examine(Question(case), faulty).outcomes["values"] is Outcome.MISMATCH
+    assert max(r.kv_len for step in case.steps for r in step.requests) == 3
 
 
 def test_correct_backend_has_none(asker: Asker) -> None:
