@@ -16,6 +16,8 @@ ENGINE_CASES ?= 100
 
 # Several threads only slow down tensors as small as those of a case.
 export OMP_NUM_THREADS ?= 1
+# What dozens of processes import is compiled once, wherever else Python may be told not to keep it.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help conformance test test-all lint example engine mutants opinfo bench soak clean
@@ -65,12 +67,13 @@ soak: $(INSTALLED) ## Run 20,000 random cases and sessions per backend; with TRA
 clean: ## Remove what the targets above made
 	rm -rf $(VENV) build dist *.egg-info $(REPORT) .hypothesis .pytest_cache .ruff_cache .import_linter_cache
 
-# Setting up happens again only when one of these files changes, or when a run of it broke off. Python compiles what is
-# imported then; compiling all of torch beforehand takes half a minute.
+# Setting up happens again only when one of these files changes, or when a run of it broke off. What is imported is
+# compiled here; all of torch would take half a minute.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt pip expecttest -e '.[full,parallel,upgrade]'
+	@$(BIN)/conformance backends >/dev/null
 	@touch $@
 
 $(ENGINE)/.installed: backends/engines/sglang.txt | $(INSTALLED)

@@ -166,12 +166,12 @@ class Campaign:
         return Failure(self._askers[backend], *self.tallies[backend].failures[check])
 
     def shrink(self, backend: str, check: str) -> Failure:
-        """The smallest case that is found for that: by hypothesis, or from the smallest one that was asked."""
+        """The smallest case that is found for that: from the smallest one that was asked, or by another search."""
         known = self.failure(backend, check)
-        asker = known.asker
+        asker, like = known.asker, known.verdict.outcomes[check]
         if isinstance(asker, RemoteAsker) and known.verdict.spends_process:
             return self._shrink_fatal(known, check)
-        found = [simplify(known.case, lambda case: fails(case, asker, check))]
+        found = [simplify(known.case, lambda case: fails(case, asker, check, like))]
         if size(found[0]) > _SMALL:
             strategy, count = (sessions_for, self.sessions) if known.case.session else (cases_for, self.count)
             drawn = strategy([asker.spec.capabilities])

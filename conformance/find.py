@@ -101,9 +101,10 @@ class _Search:
         return self._known[case]
 
 
-def fails(case: Case, asker: AnyAsker, check: str) -> bool:
-    """Whether a backend fails a check on a case that it declares."""
-    return _failure(case, asker, check) is not None
+def fails(case: Case, asker: AnyAsker, check: str, like: Outcome | None = None) -> bool:
+    """Whether a backend fails a check on a case that it declares, with the outcome `like` or with any."""
+    outcome = _failure(case, asker, check)
+    return outcome is not None and like in (None, outcome)
 
 
 def _failure(case: Case, asker: AnyAsker, check: str) -> Outcome | None:
