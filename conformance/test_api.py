@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from fakes.cuda import DeviceUnavailable
 
 
 class Right(TorchBackend):
-    pass
+    """Takes one page size, so that few of the named edges are for it."""
+
+    capabilities = replace(TorchBackend.capabilities, page_sizes=frozenset({4}))
 
 
-class ForgetsTheLastKey(TorchBackend):
+class ForgetsTheLastKey(Right):
     """Leaves out the newest key of every request that has more than one."""
 
     def prepare_metadata(self, batch: conformance.Batch) -> None:

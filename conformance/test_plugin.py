@@ -19,12 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 TRACE = str(Path(cases.__file__).parent / "testdata" / "azure_tiny.csv")
 
 MINE = """
+from dataclasses import replace
 from backends.torch_sdpa import TorchBackend
 
-class Right(TorchBackend):
-    pass
+class Right(TorchBackend):  # of one page size: few of the named edges are for it
+    capabilities = replace(TorchBackend.capabilities, page_sizes=frozenset({4}))
 
-class Wrong(TorchBackend):
+class Wrong(Right):
     def forward(self, *args):
         return super().forward(*args) + 1
 """
