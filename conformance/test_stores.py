@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from backends.contract import Batch
 from backends.fi_base import FIMetadata
+from backends.fi_paged import FlashInferPagedBackend
 from backends.registry import spec_of
-from cases.batches import step
+from cases.batches import decode, step
 from cases.model import Case
 from conformance.appending import AppendingBackend
 from conformance.examine import examine
-from conformance.outcome import Verdict
+from conformance.outcome import Outcome, Verdict
 from conformance.question import Question
 from conformance.session import Session
 from conformance.trial import Asker
+from fakes.cuda import DeviceUnavailable
 
 HITS = Case((step("mixed", [(3, 2), (0, 4), (2, 3)], 0),), page_size=2, placement="scattered")
 
@@ -28,8 +31,11 @@ Change = Callable[[Places], Places]
 
 @pytest.fixture(scope="module")
 def correct() -> Iterator[Asker]:
-    with Session(["fi-paged"], device_sim="light") as session:
-        yield session.askers[0]
+    try:
+        with Session(["fi-paged"], device_sim="full") as session:
+            yield session.askers[0]
+    except DeviceUnavailable as error:
+        pytest.skip(str(error))
 
 
 def asked(correct: Asker, faulty: type[AppendingBackend]) -> Verdict:
@@ -141,3 +147,49 @@ def test_the_librarys_own_store_must_come_before_attention(correct: Asker) -> No
         found[0].message
         == "BatchPrefillWithPagedKVCacheWrapper.run read this step's keys before K and V were stored"
     )
+
+
+class Captured(AppendingBackend):
+    """Its captured appends read buffers that a replay fills."""
+
+    capabilities = replace(AppendingBackend.capabilities, cuda_graph=True)
+
+    def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+        super().init_capture_graph(max_seq_len, bs_list)
+        self.buffers: dict[int, Places] = {}
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        super().prepare_for_replay(batch)
+        size = len(batch.padded_reqs)
+        if size not in self.buffers:
+            self.buffers[size] = {name: array.clone() for name, array in self.given.items()}
+            self.buffers[size]["kv_indices"] = torch.zeros_like(self.captured.indices)
+        for name, array in self.given.items():
+            self.buffers[size][name][: len(array)].copy_(array)
+        self.given = self.buffers[size]
+
+
+class CapturedOnce(Captured):
+    """Nobody fills the buffers again."""
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        FlashInferPagedBackend.prepare_for_replay(self, batch)
+        if len(batch.padded_reqs) not in self.buffers:
+            self.buffers[len(batch.padded_reqs)] = {}
+            self.given = {name: array.clone() for name, array in self.given.items()}
+
+
+REPLAYED = Case((decode(5, 3, 9), decode(6, 4, 10)), page_size=2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_captured_appends_are_right(correct: Asker, seed: int) -> None:
+    backend = replace(correct, spec=spec_of(Captured))
+    verdict = examine(Question(replace(REPLAYED, seed=seed)), backend)
+    assert verdict.outcomes["graphs"] is Outcome.PASSED
+    assert not verdict.failed, verdict.findings
+
+
+def test_captured_appends_of_an_old_batch_are_seen(correct: Asker) -> None:
+    backend = replace(correct, spec=spec_of(CapturedOnce))
+    assert "graphs" in examine(Question(REPLAYED), backend).failed

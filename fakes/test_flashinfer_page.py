@@ -119,9 +119,9 @@ def test_packing_segments_waits_for_their_sizes() -> None:
             "kv_indices[1] is 8, the pool has 8 pages",
         ),
         (
-            {"kv_indices": (5, 7, 7), "positions": (0, 4, 0)},
+            {"positions": (3, 3, 0)},
             "fi.append-twice",
-            "positions[2] is 0, of request 1: another token of this call goes there, either may stay",
+            "positions[1] is 3, of request 0: another token of this call goes there, either may stay",
         ),
     ],
 )
@@ -137,6 +137,17 @@ def test_strict_mode_names_what_goes_elsewhere(
     assert (found.rule, found.message) == (rule, message)
     (call,) = record.calls
     assert (call.name, call.op) == ("append_paged_kv_cache", "append")
+
+
+@light
+@pytest.mark.usefixtures("device")
+def test_dummies_may_share_a_slot() -> None:
+    given: dict[str, Any] = {"batch_indices": ints(0, 1), "positions": ints(0, 0), "kv_indices": ints(6, 6)}
+    given |= {"kv_indptr": ints(0, 1, 2), "kv_last_page_len": ints(1, 1)}
+    rows = ROWS[:2].cuda()
+    with recorder.recording() as record:
+        flashinfer.append_paged_kv_cache(rows, rows, paged_kv_cache=cache(), **given)
+    assert not record.findings
 
 
 @light

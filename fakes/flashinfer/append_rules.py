@@ -82,8 +82,10 @@ class _Places:
             words = f"the pool has {num_pages} pages"
             self._find("fi.page-range", "kv_indices", int(entries[token]), self.ids, words, token)
             return
-        _, once = np.unique(held * page_size + self.positions % page_size, return_index=True)
-        token = _first(~np.isin(np.arange(held.size), once))
+        # Two requests may share a page: the dummies that pad a batch have one slot among them.
+        places = self.requests.astype(np.int64) << 32 | self.positions.astype(np.int64)
+        _, once = np.unique(places, return_index=True)
+        token = _first(~np.isin(np.arange(places.size), once))
         if token is not None:
             words = (
                 f"of request {self.requests[token]}: another token of this call goes there, either may stay"
