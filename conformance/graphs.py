@@ -105,6 +105,8 @@ class GraphRunner:
         """By size: the batch that was captured, with the metadata that the graph reads."""
         self._fused, self._with_lse = fused, with_lse
         self._at = at or _nowhere
+        self.altered: list[str] = []
+        """What the backend was handed for its buffers and has changed."""
         self._pool: Any = None
         self._has_buffers = False
 
@@ -114,7 +116,9 @@ class GraphRunner:
         self.inputs = InputBuffers(self.engine, largest, fused=self._fused)
         self.inputs.out_loc.fill_(self.dummy_slot)
         self._at("init_capture_graph", largest, -1)
-        self.backend.init_capture_graph(self.engine.max_seq_len, list(self.sizes))
+        handed = list(self.sizes)
+        self.backend.init_capture_graph(self.engine.max_seq_len, handed)
+        self.altered = [] if handed == self.sizes else ["bs_list"]
         self._has_buffers = True
 
     def capture(self) -> None:

@@ -79,6 +79,8 @@ class GraphExecution:
     replays: list[Replay] = field(default_factory=list[Replay])
     broken: Failure | None = None
     during: str = ""
+    altered: list[str] = field(default_factory=list[str])
+    """What is not as it was before the captures: `bs_list`, torch's settings."""
 
 
 class Room(CaseTensors):
@@ -188,7 +190,7 @@ class GraphRun(EngineRun):
             self.buffers = Buffers(self.backend)
             for size in self.sizes:
                 self.buffers.captured(size, self.runner.batches[size], self.marks.captured(size))
-        self.around.restored(self.machine)
+        found.altered = self.runner.altered + self.around.restored(self.machine)
         found.broken, found.during = found.steps.failure, self.marks.doing
 
     def _replay(self, found: GraphExecution, index: int) -> None:

@@ -67,6 +67,19 @@ class DropsRequests(FlashAttentionBackend):
         return super()._attend(q, k, v, layer_id, batch, **named)
 
 
+class EmptiesSizes(FlashAttentionBackend):
+    def init_capture_graph(self, max_seq_len: int, bs_list: list[int]) -> None:
+        super().init_capture_graph(max_seq_len, bs_list)
+        bs_list.clear()
+
+
+class CapturedDoubles(FlashAttentionBackend):
+    def prepare_for_capture(self, batch: Batch) -> None:
+        super().prepare_for_capture(batch)
+        torch.set_default_dtype(torch.float64)
+
+
+CAPTURED: dict[type[Any], str] = {EmptiesSizes: "bs_list", CapturedDoubles: "default_dtype of torch"}
 CHANGES: dict[type[Any], str] = {
     LeavesDoubles: "default_dtype of torch",
     BuiltInDoubles: "default_dtype of torch",
@@ -92,6 +105,17 @@ def test_a_change_is_named_and_undone(fa: Asker, fault: type[Any]) -> None:
     assert "inputs" in verdict.failed
     said = [finding.message for finding in verdict.findings if finding.check == "inputs"]
     assert said[0] == f"{CHANGES[fault]} was changed by the backend"
+
+
+@pytest.mark.parametrize("fault", CAPTURED, ids=lambda fault: fault.__name__)
+def test_a_change_of_the_captures_is_named_and_undone(fa: Asker, fault: type[Any]) -> None:
+    before = torch.get_default_dtype()
+    verdict = examine(Question(CASE), replace(fa, spec=spec_of(fault)))
+    assert torch.get_default_dtype() is before
+    assert verdict.failed == {"graphs"}
+    assert verdict.findings[0].message == (
+        f"while graphs were captured, {CAPTURED[fault]} was changed by the backend"
+    )
 
 
 def test_the_same_without_a_change(fa: Asker) -> None:

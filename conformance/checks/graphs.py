@@ -45,6 +45,7 @@ def check(trial: Trial) -> list[Finding] | None:
 def findings(trial: Trial, done: GraphExecution) -> list[Finding]:
     """All that is wrong with an execution through graphs, whatever the eager one did."""
     found = [] if done.broken is None else [_broken(done)]
+    found += [inputs.changed(NAME, None, name, "while graphs were captured, ") for name in done.altered[:1]]
     for at in done.replays:
         outputs = _outputs(trial, at.step, at.run.layers, at.how)
         found += [

@@ -14,7 +14,7 @@ def check(trial: Trial) -> list[Finding]:
     return [changed(NAME, step, name) for step, run in enumerate(trial.first.steps) for name in run.changed]
 
 
-def changed(check: str, step: int, name: str, how: str = "") -> Finding:
+def changed(check: str, step: int | None, name: str, how: str = "") -> Finding:
     """An input that is not as it was, "k of layer 1". `how` begins the message."""
     message = f"{how}{name} was changed by the backend"
     return Finding(check=check, step=step, field=name.split(maxsplit=1)[0], message=message)
