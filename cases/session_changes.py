@@ -70,20 +70,21 @@ def _without(drafts: Sequence[Draft], at: int, uids: Sequence[int]) -> list[Draf
         before = _length_before(changed, at, uid)
         r = next(r for r in changed[at].requests if r.uid == uid)
         if before is not None:
-            changed = _later(changed, at, uid, r.kv_len - before)
+            changed = later(changed, at, uid, r.kv_len - before)
     changed[at] = changed[at]._replace(requests=[r for r in changed[at].requests if r.uid not in uids])
     return changed
 
 
 def _changed(drafts: Sequence[Draft], at: int, request: AnyRequest, fewer: int) -> list[Draft]:
-    changed = _later(list(drafts), at, request.uid, fewer)
+    changed = later(drafts, at, request.uid, fewer)
     requests = [request if r.uid == request.uid else r for r in changed[at].requests]
     changed[at] = changed[at]._replace(requests=requests)
     return changed
 
 
-def _later(drafts: list[Draft], at: int, uid: int, fewer: int) -> list[Draft]:
-    """After step `at` a request has `fewer` tokens, as long as it stays."""
+def later(drafts: Sequence[Draft], at: int, uid: int, fewer: int) -> list[Draft]:
+    """After step `at` a request has `fewer` tokens (below 0: more), as long as it stays."""
+    drafts = list(drafts)
     for i in range(at + 1, len(drafts)):
         if uid in drafts[i].finished:
             break

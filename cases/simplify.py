@@ -13,7 +13,7 @@ from cases.codec import to_json
 from cases.drafts import Changes, Draft
 from cases.model import MAX_SPARE_PAGES, AnyRequest, Case, Heads, KernelRequest, Mask, Request, Step
 from cases.placement import pages_for
-from cases.session_changes import consistent, session_changes
+from cases.session_changes import consistent, later, session_changes
 
 _PLAIN = Case((Step((Request(),)),))
 _KEPT = {"steps", "level", "page_size", "num_layers"}
@@ -25,10 +25,12 @@ def simplify(case: Case, fails: Callable[[Case], bool], *, budget: int = 1000) -
     """The smallest case found for which `fails` holds, starting from `case`; `budget` calls at most."""
     smallest, size = case, _size(case)
     reached = 0
+    tried: set[Case] = set()
     while True:
         for index, candidate in enumerate(simpler(smallest)):
-            if index < reached or _size(candidate) >= size:
+            if index < reached or candidate in tried or _size(candidate) >= size:
                 continue
+            tried.add(candidate)
             if budget == 0:
                 return smallest
             budget -= 1
@@ -128,7 +130,10 @@ def _one_for_a_token(case: Case, drafts: Sequence[Draft]) -> Changes:
                     grown = draft._replace(requests=requests)
                     if longer.qo_len > 1 and draft.kind == "decode":
                         grown = grown._replace(phase="prefill", kind="prefill")
-                    yield [*fewer[:i], grown, *fewer[i + 1 :]], {}
+                    longer_one = [*fewer[:i], grown, *fewer[i + 1 :]]
+                    yield longer_one, {}
+                    if case.session:
+                        yield later(longer_one, i, r.uid, -1), {}
 
 
 def _fewer_steps_or_requests(case: Case, drafts: Sequence[Draft]) -> Changes:

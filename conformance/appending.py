@@ -54,6 +54,10 @@ class AppendingBackend(FlashInferPagedBackend):
             "kv_last_page_len": last_page_len,
         }
 
+    def cache(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer's tokens are stored to."""
+        return self.paged_kv(layer_id)
+
 
 class _Appends:
     """The engine's pool, stored to by FlashInfer."""
@@ -69,7 +73,7 @@ class _Appends:
         backend.page.append_paged_kv_cache(
             k,
             v,
-            paged_kv_cache=backend.paged_kv(layer_id),
+            paged_kv_cache=backend.cache(layer_id),
             kv_layout=backend.engine.layout,
             **backend.given,
         )

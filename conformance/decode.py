@@ -197,7 +197,9 @@ def _slots(
 ) -> np.ndarray | None:
     """Slots of keys or values that stand where the engine has them; None for a copy."""
     if attended.layout != "ragged":
-        return _pool_slots(at.case, attended, given, pool, slots) if shares(given, pool) else None
+        if not shares(given, pool):
+            return None
+        return pool_slots(at.case, (attended.layout, attended.page_size), given, pool, slots)
     if not shares(given, handed):
         return None if given.numel() else slots
     if given.data_ptr() != handed.data_ptr():
@@ -224,22 +226,26 @@ def _likely(
     return [next(candidates) if held else [] for held in inside]
 
 
-def _pool_slots(
-    case: Case, attended: Attended, cache: torch.Tensor, pool: torch.Tensor, slots: np.ndarray
+def pool_slots(
+    case: Case, form: tuple[str, int], cache: torch.Tensor, pool: torch.Tensor, slots: np.ndarray
 ) -> np.ndarray:
-    """Slots of the cache that was handed over, as slots of the layer's pool, by the addresses they stand at."""
+    """Slots of a cache that was handed over, as slots of the layer's pool, by the addresses they stand at.
+
+    `form`: layout and page size of the cache, which lies in the pool's memory. What lies elsewhere in it: `OUTSIDE`.
+    """
+    layout, page_size = form
     size = pool.element_size()
-    slot_dim = 1 if attended.layout == "NHD" else 2
+    slot_dim = 1 if layout == "NHD" else 2
     slot_stride = cache.stride(slot_dim)
     pool_slot = pool.stride(1 if case.layout == "NHD" else 2)
     if (
         cache.data_ptr() == pool.data_ptr()
         and slot_stride == pool_slot
-        and (attended.page_size == case.page_size or case.layout == "NHD")
-        and cache.stride(0) == attended.page_size * (pool.stride(0) // case.page_size)
+        and (page_size == case.page_size or case.layout == "NHD")
+        and cache.stride(0) == page_size * (pool.stride(0) // case.page_size)
     ):
         return slots
-    page, offset = slots // attended.page_size, slots % attended.page_size
+    page, offset = slots // page_size, slots % page_size
     address = cache.data_ptr() + (page * cache.stride(0) + offset * slot_stride) * size - pool.data_ptr()
     in_page = address % (pool.stride(0) * size)
     found = address // (pool.stride(0) * size) * case.page_size + in_page // (pool_slot * size)

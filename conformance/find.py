@@ -28,15 +28,22 @@ class _Found(Exception):  # noqa: N818 - no error: the search has ended
 
 
 def smallest(
-    asker: AnyAsker, check: str, strategy: SearchStrategy[Case], *, seed: int, max_examples: int
+    asker: AnyAsker,
+    check: str,
+    strategy: SearchStrategy[Case],
+    *,
+    seed: int,
+    max_examples: int,
+    like: Outcome | None = None,
 ) -> Case | None:
     """Draw what `conformance.sweep.draw` draws for this seed and count, and make the first case that fails smaller:
     by its record, and where that ends at a large one by hypothesis, and by its record again.
 
-    Only `check` is run, on each case once, and only what fails as the first one did counts. None: no case fails it.
+    Only `check` is run, on each case once, and only what fails with the outcome `like`, or as the first one did,
+    counts. None: no case does.
     """
     for chunk in range(-(-max_examples // CHUNK)):
-        search = _Search(asker, check)
+        search = _Search(asker, check, like)
         drawn = strategy, seed * 1_000_003 + chunk, min(CHUNK, max_examples - chunk * CHUNK)
         first = search.run(*drawn, [Phase.generate])
         if first is None:
@@ -53,11 +60,12 @@ def smallest(
 class _Search:
     """Verdicts are kept by case: a flaky backend must not confuse hypothesis."""
 
-    def __init__(self, asker: AnyAsker, check: str) -> None:
+    def __init__(self, asker: AnyAsker, check: str, like: Outcome | None) -> None:
         self.asker = asker
         self.check = check
-        self._outcome: Outcome | None = None
-        """How the first case failed."""
+        self._outcome = like
+        """How cases must fail; None until the first one has."""
+        self._found = False
         self._known: dict[Case, bool] = {}
         self._shrinks = 0
 
@@ -91,13 +99,14 @@ class _Search:
     def fails(self, case: Case) -> bool:
         if case in self._known:
             return self._known[case]
-        if self._outcome is not None:
+        if self._found:
             self._shrinks += 1
             if self._shrinks > MAX_SHRINKS:
                 return False
         outcome = _failure(case, self.asker, self.check)
         self._outcome = self._outcome or outcome
         self._known[case] = outcome is not None and outcome is self._outcome
+        self._found |= self._known[case]
         return self._known[case]
 
 

@@ -1,89 +1,81 @@
-"""Where a library's own kernel stores new tokens, decoded from its arguments, against where they must go."""
+"""Where a library's own kernel stores new tokens, by the addresses it writes to, against where they must go."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
+import torch
 
+from cases.model import Case
 from cases.tensors import StepTensors
 from conformance.causes import claim
+from conformance.decode import OUTSIDE, pool_slots, shares
 from conformance.fields import WrongField
 from fakes.recorder import Call, TensorRecord
 
 _ARRAYS = ("batch_indices", "positions", "kv_indptr", "kv_indices")
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A call's arrays, int64, and where each of its tokens goes by them."""
-
-    batch_indices: np.ndarray
-    positions: np.ndarray
-    kv_indices: np.ndarray
-    entries: np.ndarray
-    """For each token, which of `kv_indices` is its page."""
-    slots: np.ndarray
+def stored_slots(case: Case, call: Call, pool: torch.Tensor) -> np.ndarray | None:
+    """The slot of a layer's pool (of keys) that each token of a call was put to, `OUTSIDE` of it elsewhere. None: the
+    call stored nothing, or into other memory."""
+    stored = call.stored
+    if stored is None or not shares(stored.k, pool):
+        return None
+    return pool_slots(case, (stored.layout, stored.page_size), stored.k, pool, stored.slots)
 
 
-def misplaced(tensors: StepTensors, call: Call) -> list[WrongField]:
-    """The array that sends a step's tokens elsewhere, at the first that it does; empty where all go where they must.
+def misplaced(case: Case, tensors: StepTensors, call: Call, pool: torch.Tensor) -> list[WrongField]:
+    """What sends a step's tokens elsewhere, at the first that it does; empty where all go where they must.
 
     A call of other tokens than the step's, or in another order, is not judged: `pool` sees what comes of it.
     """
-    page_size = _page_size(call.arguments.get("paged_kv_cache"), call.arguments.get("kv_layout"))
-    stored = None if page_size is None else _read(call, page_size)
-    want = tensors.out_loc.numpy()
-    if stored is None or page_size is None or len(stored.slots) != len(want):
+    slots, want = stored_slots(case, call, pool), tensors.out_loc.numpy()
+    if slots is None or len(slots) != len(want) or np.array_equal(np.sort(slots), np.sort(want)):
         return []
-    wrong = np.flatnonzero(stored.slots != want)
-    if not len(wrong) or np.array_equal(np.sort(stored.slots), np.sort(want)):
-        return []
-    token = int(wrong[0])
+    token = int(np.flatnonzero(slots != want)[0])
+    request, position = int(tensors.rows.request[token]), int(tensors.rows.position[token])
+    array = None
+    if call.stored is not None and call.stored.k.data_ptr() == pool.data_ptr():
+        array = _wrong_array(tensors, call, call.stored.page_size, token)
+    if array is not None:
+        return [array]
+    where = "another pool or layer" if slots[token] == OUTSIDE else f"slot {slots[token]}"
+    goes = f"stores position {position} of request {request} in {where}, must be slot {want[token]}"
+    return [WrongField("out_loc", request, f"{call.name} {goes}")]
+
+
+def _wrong_array(tensors: StepTensors, call: Call, page_size: int, token: int) -> WrongField | None:
+    """The one array that differs from the case's own; None where several do, for requests may be numbered otherwise."""
+    given: dict[str, np.ndarray] = {}
+    for name in _ARRAYS:
+        array = call.arguments.get(name)
+        if not isinstance(array, TensorRecord) or array.values is None:
+            return None
+        given[name] = array.values.astype(np.int64)
+    indptr, ids = _page_table(tensors, page_size)
     requests, positions = tensors.rows.request, tensors.rows.position
-    request = int(requests[token])
-    if stored.batch_indices[token] != request:
-        got, must = stored.batch_indices[token], request
-        return [WrongField("batch_indices", request, f"batch_indices[{token}] is {got}, must be {must}")]
-    if stored.positions[token] != positions[token]:
-        told = np.array([r.stored_len for r in tensors.step.requests], dtype=np.int64)[requests]
+    wanted = {"batch_indices": requests, "positions": positions, "kv_indptr": indptr, "kv_indices": ids}
+    given["kv_indices"] = given["kv_indices"][: len(ids)]
+    differ = [name for name in _ARRAYS if not np.array_equal(given[name], wanted[name])]
+    if len(differ) != 1 or len(given[differ[0]]) != len(wanted[differ[0]]):
+        return None
+    (name,) = differ
+    got, must = given[name], wanted[name]
+    wrong = np.flatnonzero(got != must)
+    at, owner, cause = int(wrong[0]), int(requests[token]), ""
+    if name == "positions":
+        stored = np.array([r.stored_len for r in tensors.step.requests], dtype=np.int64)[requests]
         causes = [
-            (": the request's stored tokens are not counted", positions - told),
+            (": the request's stored tokens are not counted", positions - stored),
             (": the row's own number, not its position", np.arange(len(positions))),
         ]
-        at = np.flatnonzero(stored.positions != positions)
-        cause = claim(stored.positions, positions, at, causes)
-        got, must = stored.positions[token], positions[token]
-        return [WrongField("positions", request, f"positions[{token}] is {got}, must be {must}{cause}")]
-    entry = int(stored.entries[token])
-    got, must = stored.kv_indices[entry], want[token] // page_size
-    where = f"where position {positions[token]} of request {request} is stored"
-    return [WrongField("kv_indices", request, f"kv_indices[{entry}], {where}, is {got}, must be {must}")]
+        cause = claim(got, must, wrong, causes)
+    elif name == "kv_indices":
+        owner = int(np.searchsorted(indptr, at, side="right")) - 1
+    return WrongField(name, owner, f"{name}[{at}] is {got[at]}, must be {must[at]}{cause}")
 
 
-def _page_size(cache: Any, layout: Any) -> int | None:
-    """Slots in a page of the cache handed over."""
-    match cache:
-        case TensorRecord() | (TensorRecord(), TensorRecord()) if layout in ("NHD", "HND"):
-            shape = cache.shape if isinstance(cache, TensorRecord) else cache[0].shape
-            return shape[-2 if layout == "HND" else -3]
-        case _:
-            return None
-
-
-def _read(call: Call, page_size: int) -> _Stored | None:
-    """None where a token has no place."""
-    arrays: dict[str, np.ndarray] = {}
-    for name in _ARRAYS:
-        given = call.arguments.get(name)
-        if not isinstance(given, TensorRecord) or given.values is None:
-            return None
-        arrays[name] = given.values.astype(np.int64)
-    requests, positions, starts, ids = (arrays[name] for name in _ARRAYS)
-    if not requests.size or not 0 <= requests.min() <= requests.max() < starts.size:
-        return None
-    entries = starts[requests] + positions // page_size
-    if not 0 <= entries.min() <= entries.max() < ids.size:
-        return None
-    return _Stored(requests, positions, ids, entries, ids[entries] * page_size + positions % page_size)
+def _page_table(tensors: StepTensors, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """kv_indptr and kv_indices of the step's requests in their order."""
+    pages = [slots[::page_size] // page_size for slots in tensors.placed.slots]
+    return np.cumsum([0, *map(len, pages)]), np.concatenate(pages)

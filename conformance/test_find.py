@@ -98,6 +98,27 @@ def test_another_way_to_fail_is_not_taken_for_it(asker: Asker) -> None:
     assert max(r.kv_len for step in case.steps for r in step.requests) == 3
 
 
+class LongRaisesShortWrong(TorchBackend):
+    """Takes no six tokens, and is wrong about two."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch) -> Any:
+        longest = max(r.device_len for r in batch.reqs)
+        if longest >= 6:
+            raise ValueError("six tokens")
+        out = super().forward(q, k, v, layer_id, batch)
+        return out + 1 if longest == 2 else out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_campaign_shrinks_to_what_failed_as_before(seed: int) -> None:
+    with Session([LongRaisesShortWrong]) as session:
+        campaign = Campaign(session.askers, count=40, seed=seed, checks=["values"])
+        campaign.run()
+        name = session.specs[0].name
+        known, failure = campaign.failure(name, "values"), campaign.shrink(name, "values")
+    assert failure.verdict.outcomes["values"] is known.verdict.outcomes["values"]
+
+
 def test_correct_backend_has_none(asker: Asker) -> None:
     assert smallest(asker, "values", engine_cases(), seed=0, max_examples=20) is None
 

@@ -80,7 +80,7 @@ def rolled(sound: Places) -> Places:
             "positions[0] is 0, must be 3: the request's stored tokens are not counted",
         ),
         (put("batch_indices", 1, 2), "batch_indices[1] is 2, must be 0"),
-        (rolled, "kv_indices[1], where position 3 of request 0 is stored, is "),
+        (rolled, "kv_indices[0] is 0, must be 3"),
     ],
 )
 def test_the_array_at_fault_is_named(correct: Asker, change: Change, message: str) -> None:
@@ -113,8 +113,93 @@ class OtherWayRound(AppendingBackend):
         }
 
 
-def test_requests_may_be_numbered_otherwise(correct: Asker) -> None:
-    assert not asked(correct, OtherWayRound).failed
+class OtherWayRoundWrong(OtherWayRound):
+    """One of its positions is wrong."""
+
+    def places(self, metadata: FIMetadata, num_tokens: int) -> Places:
+        sound = super().places(metadata, num_tokens)
+        return sound | put("positions", 1, 2)(sound)
+
+
+class InThreeDimensions(AppendingBackend):
+    """Its cache is one of slots, without pages."""
+
+    def places(self, metadata: FIMetadata, num_tokens: int) -> Places:
+        sound = super().places(metadata, num_tokens)
+        pages = sound["kv_indices"].repeat_interleave(self.page_size)
+        offsets = torch.arange(len(pages), device=pages.device) % self.page_size
+        return sound | {
+            "kv_indices": (pages * self.page_size + offsets).int(),
+            "kv_indptr": sound["kv_indptr"] * self.page_size,
+        }
+
+    def cache(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = super().cache(layer_id)
+        return k.flatten(0, 1), v.flatten(0, 1)
+
+
+class AllLayers(AppendingBackend):
+    """One cache of all layers, whose page ids go on from layer to layer."""
+
+    def cache(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = super().cache(0)
+        pages = self.engine.num_pages * self.engine.num_layers
+        self.given = self.given | {"kv_indices": self.ids + layer_id * self.engine.num_pages}
+        return tuple(x.as_strided((pages, *x.shape[1:]), x.stride()) for x in first)  # type: ignore[return-value]
+
+    def places(self, metadata: FIMetadata, num_tokens: int) -> Places:
+        sound = super().places(metadata, num_tokens)
+        self.ids = sound["kv_indices"]
+        return sound
+
+
+class Elsewhere(AppendingBackend):
+    """Appends to pages of its own, and stores as usual."""
+
+    def places(self, metadata: FIMetadata, num_tokens: int) -> Places:
+        sound = super().places(metadata, num_tokens)
+        ids = torch.arange(len(sound["kv_indices"]), dtype=torch.int32, device=sound["kv_indices"].device)
+        return sound | {"kv_indices": ids}
+
+    def cache(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = super().cache(layer_id)
+        return k.clone(), v.clone()
+
+    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
+        layer_id, batch = args
+        self.engine.kv_pool.store_kv(k, v, batch.out_loc, layer_id)
+        return super()._run(q, k, v, *args, **options)
+
+
+class ElsewhereAlone(Elsewhere):
+    """Nobody stores to the pool before attention reads it."""
+
+    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
+        found = AppendingBackend._run(self, q, k, v, *args, **options)
+        layer_id, batch = args
+        self.engine.kv_pool.store_kv(k, v, batch.out_loc, layer_id)
+        return found
+
+
+@pytest.mark.parametrize(
+    "design", [OtherWayRound, InThreeDimensions, AllLayers, Elsewhere], ids=lambda design: design.__name__
+)
+def test_other_ways_to_append_are_right(correct: Asker, design: type[AppendingBackend]) -> None:
+    verdict = asked(correct, design)
+    assert not verdict.failed, verdict.findings
+
+
+def test_where_requests_are_numbered_otherwise_no_array_is_named(correct: Asker) -> None:
+    found = [f for f in asked(correct, OtherWayRoundWrong).findings if f.check == "metadata"]
+    assert {f.field for f in found if f.layer is not None} <= {"out_loc", None}
+    assert found[0].field == "out_loc"
+    assert "stores position 4 of request 0 in slot" in found[0].message
+
+
+def test_an_append_to_other_memory_is_no_store(correct: Asker) -> None:
+    verdict = asked(correct, ElsewhereAlone)
+    assert "lifecycle" in verdict.failed
+    assert "metadata" not in verdict.failed
 
 
 class Late(AppendingBackend):

@@ -109,6 +109,17 @@ class Attended:
         return replace(self, **strangers) if strangers else self
 
 
+@dataclass(slots=True, frozen=True)
+class Stored:
+    """Where a call put new tokens. `k`: host alias of the cache of keys, 4-D, in `layout`; `slots`: int64 `[tokens]`,
+    each as `page * page_size + offset` of it."""
+
+    k: torch.Tensor
+    layout: str
+    page_size: int
+    slots: np.ndarray
+
+
 @dataclass(slots=True)
 class Call:
     """One call of a public entry point.
@@ -127,6 +138,7 @@ class Call:
     at: Any
     plan: int | None = None
     attended: Attended | None = None
+    stored: Stored | None = None
 
 
 @dataclass(slots=True, frozen=True)

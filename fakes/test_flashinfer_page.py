@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fakes import cuda, flashinfer, recorder
+from fakes import cuda, flashinfer, recorder, releases
 from fakes.cuda import DeviceUnavailable
 
 PAGES, PAGE_SIZE, HEADS, DIM = 8, 4, 2, 64
@@ -81,6 +81,22 @@ def test_places_are_computed_again_at_a_replay() -> None:
 
 @full
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("own", [False, True])
+def test_a_replay_clears_requests_from_0_7_2_on(own: bool) -> None:
+    indptr, lens = ints(0, 2, 3), ints(6, 1)
+    buffers = (ints(9, 9, 9), ints(9, 9, 9)) if own else ()
+    with releases.select(flashinfer="0.7.4"):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            requests, positions = flashinfer.get_batch_indices_positions(indptr, lens, 3, *buffers)
+        indptr.copy_(ints(0, 1, 2))
+        graph.replay()
+    assert requests.tolist() == [0, 1, -1]
+    assert positions.tolist()[:2] == [5, 0]
+
+
+@full
+@pytest.mark.usefixtures("device")
 def test_packing_segments_waits_for_their_sizes() -> None:
     mask = torch.tensor([True, False, True], device="cuda")
     with recorder.recording() as record:
@@ -141,12 +157,15 @@ def test_strict_mode_names_what_goes_elsewhere(
 
 @light
 @pytest.mark.usefixtures("device")
-def test_dummies_may_share_a_slot() -> None:
+def test_dummies_may_share_a_slot_and_equal_tokens_a_place() -> None:
     given: dict[str, Any] = {"batch_indices": ints(0, 1), "positions": ints(0, 0), "kv_indices": ints(6, 6)}
     given |= {"kv_indptr": ints(0, 1, 2), "kv_last_page_len": ints(1, 1)}
     rows = ROWS[:2].cuda()
     with recorder.recording() as record:
         flashinfer.append_paged_kv_cache(rows, rows, paged_kv_cache=cache(), **given)
+        same = rows[:1].expand(2, -1, -1)
+        given |= {"batch_indices": ints(0, 0)}
+        flashinfer.append_paged_kv_cache(same, same, paged_kv_cache=cache(), **given)
     assert not record.findings
 
 

@@ -12,6 +12,7 @@ from conformance.checks import metadata
 from conformance.decode import shares
 from conformance.execution import Mark
 from conformance.outcome import Finding
+from conformance.stores import stored_slots
 from conformance.trial import Trial
 from fakes.recorder import Call, TensorRecord
 
@@ -82,19 +83,21 @@ def _stores(trial: Trial, step: int, calls: list[Call]) -> list[Finding]:
     """Reads of this step's new tokens before they were stored."""
     tensors = trial.question.step(step)
     new = tensors.slots[tensors.new]
-    by_library: set[Mark] = set()
+    missing: dict[Mark, np.ndarray] = {}
     for call in calls:
-        if call.op == "append":
-            by_library.add(Mark(*call.at))
+        mark = Mark(*call.at)
+        if call.op == "append" and mark.layer >= 0:
+            slots = stored_slots(trial.case, call, trial.pool.k_cache(mark.layer))
+            missing[mark] = np.setdiff1d(missing.get(mark, new), () if slots is None else slots)
         attended = call.attended
         if attended is None or attended.layout == "ragged" or attended.appended:
             continue
         if not shares(attended.k, trial.pool.k):
             continue  # a copy: where it was taken from is not known, what it holds decides
-        stored = trial.pool.stores.get(Mark(*call.at))
-        if Mark(*call.at) in by_library or (stored is not None and stored <= call.index):
+        stored = trial.pool.stores.get(mark)
+        if stored is not None and stored <= call.index:
             continue
-        if any(np.isin(span.slots, new).any() for span in attended.spans):
+        if any(np.isin(span.slots, missing.get(mark, new)).any() for span in attended.spans):
             message = f"{call.name} read this step's keys before K and V were stored"
             return [Finding(check=NAME, step=step, layer=call.at.layer, field="store_kv", message=message)]
     return []

@@ -46,9 +46,9 @@ def check(trial: Trial) -> list[Finding] | None:
             if attends:
                 found += _layer(trial, step, layer, handed, attends)
             stores = [c for c in calls if c.op == "append" and c.at.layer == layer]
-            found += [
-                f.finding(NAME, step, layer) for c in stores for f in misplaced(trial.question.step(step), c)
-            ]
+            given = trial.case, trial.question.step(step)
+            pool = trial.pool.k_cache(layer)
+            found += [f.finding(NAME, step, layer) for c in stores for f in misplaced(*given, c, pool)]
     found += _of_refused_call(trial)
     return found if looked else None
 

@@ -27,6 +27,18 @@ def _places(name: str, change: Any) -> type[Any]:
     return Misplaces
 
 
+def _positions(name: str, lengths: Any) -> type[Any]:
+    """One whose positions follow from other lengths: `lengths(seq_lens, new tokens of each request)`."""
+
+    def change(backend: Any, metadata: Any, sound: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        indptr = metadata.cu_seqlens_q_cpu.to(backend.device)
+        given = lengths(metadata.seq_lens_cpu.to(backend.device), indptr.diff())
+        count = len(sound["positions"])
+        return {"positions": backend.page.get_batch_indices_positions(indptr, given, count)[1]}
+
+    return _places(name, change)
+
+
 @mutant(
     "append_positions_from_zero",
     base="fi-paged",
@@ -36,12 +48,7 @@ def _places(name: str, change: Any) -> type[Any]:
     tokens=2,
 )
 def _(_: type[Any]) -> type[Any]:
-    def change(backend: Any, metadata: Any, sound: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        indptr = metadata.cu_seqlens_q_cpu.to(backend.device)
-        count = len(sound["positions"])
-        return {"positions": backend.page.get_batch_indices_positions(indptr, indptr.diff(), count)[1]}
-
-    return _places("PositionsFromZero", change)
+    return _positions("PositionsFromZero", lambda _, new: new)
 
 
 @mutant(
@@ -53,13 +60,7 @@ def _(_: type[Any]) -> type[Any]:
     tokens=2,
 )
 def _(_: type[Any]) -> type[Any]:
-    def change(backend: Any, metadata: Any, sound: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        indptr = metadata.cu_seqlens_q_cpu.to(backend.device)
-        before = metadata.seq_lens_cpu.to(backend.device) - indptr.diff()
-        count = len(sound["positions"])
-        return {"positions": backend.page.get_batch_indices_positions(indptr, before, count)[1]}
-
-    return _places("LengthsBefore", change)
+    return _positions("LengthsBefore", lambda seq_lens, new: seq_lens - new)
 
 
 @mutant(

@@ -104,7 +104,7 @@ def _other_dtype(dtype: torch.dtype) -> Callable[[_Given], Any]:
     return change
 
 
-def _half_of_the_value(given: _Given) -> None:
+def _one_row_less(given: _Given) -> None:
     whole = torch.cat((given.value, torch.zeros_like(given.value)))
     given.value = whole[: len(SLOTS) - 1]
 
@@ -190,7 +190,7 @@ RULES = (
     rule(
         "append.value-rows",
         "The rows of the value are not counted.",
-        bind(_append, _half_of_the_value),
+        bind(_append, _one_row_less),
         UNDEFINED,
         finding="fi.append-rows",
     ),

@@ -20,6 +20,15 @@ def _places(lab: Lab, nnz: int = 5, lens: Any = (7, 5), host: bool = False, **bu
     return Observation("value", f"{found[0]} {found[1]}")
 
 
+def _places_strided(lab: Lab) -> Observation:
+    """Lengths 7 and 5 in every other entry."""
+    lens = ints([7, 99, 5, 99]).to(lab.device)[::2]
+    indptr = ints([0, 3, 5]).to(lab.device)
+    requests, positions = lab.library.get_batch_indices_positions(indptr, lens, 5)
+    found = requests.cpu().tolist(), positions.cpu().tolist()
+    return Observation("value", f"{found[0]} {found[1]}")
+
+
 def _places_behind(lab: Lab) -> Observation:
     """Buffers of seven for five tokens."""
     return _places(
@@ -41,9 +50,9 @@ def _bits(lab: Lab, order: str = "big", dtype: torch.dtype = torch.bool, count: 
 
 
 def _segments(
-    lab: Lab, order: str = "big", dtype: torch.dtype = torch.bool, host: bool = False
+    lab: Lab, order: str = "big", dtype: torch.dtype = torch.bool, host: bool = False, shape: Any = (11,)
 ) -> Observation:
-    mask = torch.tensor(MASK).to(dtype).to(lab.device)
+    mask = torch.tensor(MASK).to(dtype).reshape(shape).to(lab.device)
     indptr = ints([0, 4, 4, 7, 11]).to("cpu" if host else lab.device)
     bits, starts = lab.library.segment_packbits(mask, indptr, order)
     return Observation("value", f"{bits.cpu().tolist()} {starts.cpu().tolist()} {starts.dtype}")
@@ -65,10 +74,17 @@ RULES = (
     ),
     rule(
         "places.behind",
-        "What no request reaches stays as it was; from 0.7.4 on it is of request -1.",
+        "What no request reaches stays as it was; from 0.7.2 on it is of request -1.",
         _places_behind,
         value("[0, 0, 0, 1, 1, 9, 9] [4, 5, 6, 3, 4, 9, 9]"),
         value("[0, 0, 0, 1, 1, -1, -1] [4, 5, 6, 3, 4, 9, 9]"),
+    ),
+    rule(
+        "places.strided",
+        "Triton is told no strides.",
+        _places_strided,
+        value("[0, 0, 0, 1, 1] [4, 5, 6, 97, 98]"),
+        finding="fi.contiguous",
     ),
     rule(
         "places.buffer",
@@ -102,6 +118,9 @@ RULES = (
     ),
     rule("segment-packbits", "Each segment from a byte of its own.", _segments, PACKED),
     rule("segment-packbits.uint8", "Bytes of 0 and 1 are bools.", bind(_segments, dtype=torch.uint8), PACKED),
+    rule(
+        "segment-packbits.2d", "Memory is read, whatever its shape.", bind(_segments, shape=(1, 11)), PACKED
+    ),
     rule(
         "segment-packbits.int32",
         "Before 0.7.4 memory is read byte by byte.",

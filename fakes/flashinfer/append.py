@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fakes import cuda, modes, recorder
+from fakes.recorder import Call, Stored
 
 HEAD_DIMS = (64, 128, 256, 512)
 MLA_DIMS = {"ckv_cache": 512, "kpe_cache": 64}
@@ -97,28 +98,36 @@ def _equal(left: str, a: int, right: str, b: int) -> None:
 
 
 @cuda.kernel
-def store(given: list[torch.Tensor], caches: list[torch.Tensor], layout: str | None, arrays: Arrays) -> None:
-    """Read the arrays where they lie now, and store.
+def store(given: Arrays, caches: Arrays, arrays: Arrays, layout: str | None, call: Call | None) -> None:
+    """Read the arrays where they lie now, and store. Arguments as for `check`; `call` learns where.
 
     Raises:
-        UndefinedRead: an entry, or a row, that is not there.
-        RuntimeError: (CUDA's) a page outside of the pool.
+        UndefinedRead: an entry, a row or a page that is not there.
+        RuntimeError: (CUDA's) a page far outside of the pool.
     """
     requests, positions, starts, ids = (
         cuda.host(arrays[name]).numpy().astype(np.int64)
         for name in ("batch_indices", "positions", "kv_indptr", "kv_indices")
     )
-    plain = [cuda.host(cache) for cache in caches]
+    plain = [cuda.host(cache) for cache in caches.values()]
+    if layout is None:
+        plain = [cache.unsqueeze(2) for cache in plain]
+    first = plain[0]
     if layout == "HND":
         plain = [cache.transpose(1, 2) for cache in plain]
     num_pages, page_size = plain[0].shape[:2]
     tokens = _entry(starts, requests, "kv_indptr") * page_size + positions
-    pages = _entry(ids, tokens // page_size, "kv_indices")
-    if not 0 <= pages.min() <= pages.max() < num_pages:
-        raise modes.illegal_access(f"a token is stored on page {pages.max()}, the pool has {num_pages}")
-    at = torch.from_numpy(pages), torch.from_numpy(tokens % page_size)
-    for new, cache in zip(given, plain, strict=True):
+    pages, offsets = _entry(ids, tokens // page_size, "kv_indices"), tokens % page_size
+    if call is not None:
+        call.stored = Stored(first, layout or "NHD", page_size, pages * page_size + offsets)
+    for page in pages[(pages < 0) | (pages >= num_pages)].tolist():
+        beyond = -page if page < 0 else page - num_pages
+        distance = beyond * first.stride(0) * first.element_size()
+        raise modes.outside(distance, f"a token is stored on page {page}, the pool has {num_pages}")
+    at = torch.from_numpy(pages), torch.from_numpy(offsets)
+    for new, cache in zip(given.values(), plain, strict=True):
         rows = _as_read(cuda.host(new), cache.dtype, len(requests))
+        rows = rows.unsqueeze(1) if layout is None else rows
         if cache.element_size() == 1:  # index_put knows no float8
             cache.view(torch.uint8)[at] = rows.view(torch.uint8)
         else:

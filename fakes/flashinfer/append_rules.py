@@ -37,9 +37,17 @@ def look(
                 f"{name} has {rows.shape[0]} rows, {count} are stored: what lies behind is read",
             )
     num_pages = next(iter(caches.values())).shape[0]
-    _Places(record, {name: cuda.host(array).numpy() for name, array in arrays.items()}).look(
-        page_size, num_pages
-    )
+    host = {name: cuda.host(array).numpy() for name, array in arrays.items()}
+    _Places(record, host).look(page_size, num_pages, [cuda.host(rows) for rows in given.values()])
+
+
+def strides(name: str, array: torch.Tensor) -> None:
+    """Record an array that a Triton kernel does not read as it is laid out."""
+    record = rules.strict()
+    if record is not None and not cuda.host(array).is_contiguous():
+        stride = cuda.host(array).stride()
+        message = f"{name} has stride {stride}, must be contiguous: the kernel does not read strides"
+        record.find("fi.contiguous", "arrays", name, message)
 
 
 class _Places:
@@ -50,8 +58,8 @@ class _Places:
         self.requests, self.positions = host["batch_indices"], host["positions"]
         self.starts, self.ids = host["kv_indptr"].astype(np.int64), host["kv_indices"]
 
-    def look(self, page_size: int, num_pages: int) -> None:
-        """Record the first thing that is wrong; what comes behind it means nothing then."""
+    def look(self, page_size: int, num_pages: int, rows: list[torch.Tensor]) -> None:
+        """Record the first thing that is wrong with the places of these rows; what comes behind it means nothing."""
         size = len(self.starts) - 1
         token = _first((self.requests < 0) | (self.requests >= size))
         if token is not None:
@@ -84,19 +92,27 @@ class _Places:
             return
         # Two requests may share a page: the dummies that pad a batch have one slot among them.
         places = self.requests.astype(np.int64) << 32 | self.positions.astype(np.int64)
-        _, once = np.unique(places, return_index=True)
-        token = _first(~np.isin(np.arange(places.size), once))
-        if token is not None:
+        _, first, of = np.unique(places, return_index=True, return_inverse=True)
+        again = np.flatnonzero(first[of] != np.arange(places.size))
+        for token in again.tolist():
+            other = int(first[of[token]])
+            if all(_same_bits(x[token], x[other]) for x in rows if len(x) > token):
+                continue
             words = (
                 f"of request {self.requests[token]}: another token of this call goes there, either may stay"
             )
             self._find("fi.append-twice", "positions", token, self.positions, words, token)
+            return
 
     def _find(
         self, rule: str, argument: str, at: int, values: np.ndarray, words: str, token: int | None = None
     ) -> None:
         request = None if token is None else int(self.requests[token])
         self._record.find(rule, "arrays", argument, f"{argument}[{at}] is {values[at]}, {words}", request)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _first(wrong: np.ndarray) -> int | None:

@@ -14,6 +14,7 @@ import torch
 from fakes import cuda, modes, recorder, releases
 from fakes.flashinfer import append, append_rules
 from fakes.flashinfer.wrapper import LIBRARY, cache_record, check_buffer, unpack_cache
+from fakes.recorder import Call
 
 _NOBODYS = -0x55555556
 """What memory that nobody has written holds here: an index that is none."""
@@ -55,9 +56,9 @@ def append_paged_kv_cache(
         )
         append.check(given, caches, arrays, kv_layout)
         cache = {"paged_kv_cache": cache_record(paged_kv_cache), "kv_layout": kv_layout}
-        _record("append_paged_kv_cache", given | arrays | cache)
+        call = _record("append_paged_kv_cache", given | arrays | cache)
         append_rules.look(given, caches, arrays, k.shape[2 if kv_layout == "HND" else 1])
-    append.store([append_key, append_value], [k, v], kv_layout, arrays)
+    append.store(given, caches, arrays, kv_layout, call)
 
 
 def append_paged_mla_kv_cache(
@@ -71,17 +72,25 @@ def append_paged_mla_kv_cache(
     kv_indptr: torch.Tensor,
     kv_last_page_len: torch.Tensor,
 ) -> None:
-    """The same for MLA: `append_ckv` `[nnz, 512]`, `append_kpe` `[nnz, 64]`, caches `[pages, page_size, dim]`."""
-    assert ckv_cache is not None
-    assert kpe_cache is not None
+    """The same for MLA, with the index arrays of `append_paged_kv_cache`.
+
+    Args:
+        append_ckv, append_kpe: `[nnz, 512]` and `[nnz, 64]`.
+        ckv_cache, kpe_cache: `[num_pages, page_size, 512]` and `[num_pages, page_size, 64]`.
+
+    Raises:
+        RuntimeError: as there, or other dims. TypeError: a cache that is None.
+    """
+    if ckv_cache is None or kpe_cache is None:
+        raise TypeError("Mismatched type on argument when calling append_paged_mla_kv_cache: a cache is None")
     arrays = _as_int32(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     with cuda.paused():
         given = {"append_ckv": append_ckv, "append_kpe": append_kpe}
         caches = {"ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
         append.check(given, caches, arrays, None)
-        _record("append_paged_mla_kv_cache", given | arrays | caches)
+        call = _record("append_paged_mla_kv_cache", given | arrays | caches)
         append_rules.look(given, caches, arrays, ckv_cache.shape[1])
-    append.store([append_ckv, append_kpe], [ckv_cache, kpe_cache], None, arrays)
+    append.store(given, caches, arrays, None, call)
 
 
 def get_batch_indices_positions(
@@ -110,16 +119,17 @@ def get_batch_indices_positions(
             if buffer is not None:
                 check_buffer(buffer, (nnz,), torch.int32, append_indptr, name)
         cleared = releases.at_least(LIBRARY, "0.7.2")
+        clears = cleared, cleared and positions is None
         if batch_indices is None:
-            batch_indices = _fresh(nnz, -1 if cleared else _NOBODYS, append_indptr)
-        elif cleared:
-            cuda.host(batch_indices).fill_(-1)
+            batch_indices = _fresh(nnz, append_indptr)
         if positions is None:
-            positions = _fresh(nnz, 0 if cleared else _NOBODYS, append_indptr)
+            positions = _fresh(nnz, append_indptr)
         for at, array in enumerate((append_indptr, seq_lens, batch_indices, positions)):
             if not cuda.on_device(array):
                 raise ValueError(f"Pointer argument (at {at}) cannot be accessed from Triton (cpu tensor?)")
-    _positions_kernel(append_indptr, seq_lens, batch_indices, positions)
+        for name, array in (("append_indptr", append_indptr), ("seq_lens", seq_lens)):
+            append_rules.strides(name, array)
+    _positions_kernel(append_indptr, seq_lens, batch_indices, positions, clears)
     return batch_indices, positions
 
 
@@ -135,23 +145,31 @@ def _as_int32(*arrays: torch.Tensor) -> append.Arrays:
     return {name: array.int() for name, array in zip(names, arrays, strict=True)}
 
 
-def _fresh(size: int, number: int, like: torch.Tensor) -> torch.Tensor:
-    made = torch.full((size,), number, dtype=torch.int32)
+def _fresh(size: int, like: torch.Tensor) -> torch.Tensor:
+    made = torch.full((size,), _NOBODYS, dtype=torch.int32)
     return cuda.adopt(made) if cuda.on_device(like) else made
 
 
-def _record(name: str, arguments: dict[str, Any]) -> None:
+def _record(name: str, arguments: dict[str, Any]) -> Call | None:
     record = recorder.current()
-    if record is not None:
-        record.call(LIBRARY, name, "append", 0, arguments)
+    return None if record is None else record.call(LIBRARY, name, "append", 0, arguments)
 
 
 @cuda.kernel
 def _positions_kernel(
-    append_indptr: torch.Tensor, seq_lens: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor
+    append_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    clears: tuple[bool, bool],
 ) -> None:
-    edges, lens = (cuda.host(array).numpy().astype(np.int64) for array in (append_indptr, seq_lens))
+    """`clears`: whether requests are set to -1 first, and positions to 0."""
+    edges, lens = _from_address(append_indptr), _from_address(seq_lens)
     requests, places = cuda.host(batch_indices).numpy(), cuda.host(positions).numpy()
+    if clears[0]:
+        requests.fill(-1)
+    if clears[1]:
+        places.fill(0)
     if len(lens) < len(edges) - 1:
         raise modes.UndefinedRead(f"seq_lens has {len(lens)} entries for {len(edges) - 1} requests")
     for index, (start, stop) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
@@ -161,3 +179,10 @@ def _positions_kernel(
             )
         requests[start:stop] = index
         places[start:stop] = np.arange(start, stop) + lens[index] - stop
+
+
+def _from_address(array: torch.Tensor) -> np.ndarray:
+    """As many entries as there are from the array's address on: Triton is told no strides."""
+    plain = cuda.host(array)
+    room = plain.untyped_storage().nbytes() // plain.element_size() - plain.storage_offset()
+    return plain.as_strided((min(plain.numel(), room),), (1,)).numpy().astype(np.int64)

@@ -43,9 +43,12 @@ def segment_packbits(
     each request's bytes begin. The host waits for their number.
 
     Args:
-        x: bool `[indptr[-1]]`. Before 0.7.4 the memory of another dtype is read byte by byte.
+        x: bool `[indptr[-1]]`, of any shape. Before 0.7.4 the memory of another dtype is read byte by byte.
         indptr: ints `[batch_size + 1]`.
         bitorder: "big" or "little"; attention takes "little".
+
+    Raises:
+        RuntimeError: a tensor on the CPU or not contiguous, or another order.
     """
     bytes_of = (indptr.diff() + 7) // 8
     starts = torch.cat((torch.zeros_like(indptr[:1]), bytes_of.cumsum(0).to(indptr.dtype)))
@@ -85,13 +88,14 @@ def _pack_kernel(
 ) -> torch.Tensor:
     """Bytes `[size]`: the flags from `edges[i]` to `edges[i + 1]`, packed from byte `starts[i]` on."""
     order: Literal["big", "little"] = "big" if bitorder == "big" else "little"
-    flags = cuda.host(x).view(torch.uint8).numpy()
+    flags = cuda.host(x).reshape(-1).view(torch.uint8).numpy()
     found = np.zeros(size, np.uint8)
     for (begin, end), at in zip(
         pairwise(cuda.host(edges).tolist()), cuda.host(starts).tolist(), strict=False
     ):
         if end > flags.size or begin < 0:
-            raise modes.UndefinedRead(f"x[{end - 1}] is read, it has {flags.size} bytes")
+            beyond = begin if begin < 0 else end - 1
+            raise modes.UndefinedRead(f"x[{beyond}] is read, it has {flags.size} bytes")
         block = np.packbits(flags[begin:end], bitorder=order)
         found[at : at + block.size] = block
     return torch.from_numpy(found)
