@@ -1,4 +1,4 @@
-"""The smallest case that fails one check, found by hypothesis."""
+"""The smallest case that fails one check: drawn by hypothesis, made smaller by its record and by hypothesis."""
 
 from __future__ import annotations
 

@@ -60,19 +60,18 @@ def _wrong_array(tensors: StepTensors, call: Call, page_size: int, token: int) -
     if len(differ) != 1 or len(given[differ[0]]) != len(wanted[differ[0]]):
         return None
     (name,) = differ
-    got, must = given[name], wanted[name]
-    wrong = np.flatnonzero(got != must)
-    at, owner, cause = int(wrong[0]), int(requests[token]), ""
+    got, must, request = given[name], wanted[name], int(requests[token])
+    entry = int(indptr[request] + positions[token] // page_size)
+    at = {"batch_indices": token, "positions": token, "kv_indptr": request, "kv_indices": entry}[name]
+    cause = ""
     if name == "positions":
         stored = np.array([r.stored_len for r in tensors.step.requests], dtype=np.int64)[requests]
         causes = [
             (": the request's stored tokens are not counted", positions - stored),
             (": the row's own number, not its position", np.arange(len(positions))),
         ]
-        cause = claim(got, must, wrong, causes)
-    elif name == "kv_indices":
-        owner = int(np.searchsorted(indptr, at, side="right")) - 1
-    return WrongField(name, owner, f"{name}[{at}] is {got[at]}, must be {must[at]}{cause}")
+        cause = claim(got, must, np.flatnonzero(got != must), causes)
+    return WrongField(name, request, f"{name}[{at}] is {got[at]}, must be {must[at]}{cause}")
 
 
 def _page_table(tensors: StepTensors, page_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -50,10 +50,8 @@ def append_paged_kv_cache(
     k, v = unpack_cache(paged_kv_cache, kv_layout)
     arrays = _as_int32(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     with cuda.paused():
-        given, caches = (
-            {"append_key": append_key, "append_value": append_value},
-            {"paged_k_cache": k, "paged_v_cache": v},
-        )
+        given = {"append_key": append_key, "append_value": append_value}
+        caches = {"paged_k_cache": k, "paged_v_cache": v}
         append.check(given, caches, arrays, kv_layout)
         cache = {"paged_kv_cache": cache_record(paged_kv_cache), "kv_layout": kv_layout}
         call = _record("append_paged_kv_cache", given | arrays | cache)
