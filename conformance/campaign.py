@@ -179,9 +179,8 @@ class Campaign:
             found += [] if case is None else [case]
         for case in sorted(found, key=size):
             verdict = examine(Question(case), asker, self._checks)
-            if (
-                verdict.outcomes.get(check) is like
-            ):  # a backend that answers differently each time may pass now
+            # A backend that answers differently each time may pass now.
+            if verdict.outcomes.get(check) is like:
                 return Failure(asker, case, verdict)
         return known
 

@@ -33,19 +33,18 @@ def check(given: Arrays, caches: Arrays, arrays: Arrays, layout: str | None) -> 
     inputs = given | {name: arrays[name] for name in ("batch_indices", "positions")} | caches | arrays
     for name, tensor in inputs.items():
         if name not in given and not cuda.on_device(tensor):
-            _refuse(f"{name}.device().device_type == kDLCUDA (1 vs. 2) : {name} must be a CUDA tensor")
+            _equal(f"{name}.device().device_type", 1, "kDLCUDA", 2, f"{name} must be a CUDA tensor")
         if name in arrays:
             if not cuda.host(tensor).is_contiguous():
                 _refuse(f"({name}.IsContiguous()) is false: {name} must be contiguous")
-        elif tensor.stride(-1) != 1:
-            wanted = f"{name}must be contiguous at last dimension"
-            _refuse(f"{name}.stride(-1) == 1 ({tensor.stride(-1)} vs. 1) : {wanted}")
+        else:
+            words = f"{name}must be contiguous at last dimension"
+            _equal(f"{name}.stride(-1)", tensor.stride(-1), "1", 1, words)
     rank = 3 if layout else 2
     ranks = dict.fromkeys(given, rank) | dict.fromkeys(caches, rank + 1) | dict.fromkeys(arrays, 1)
     for name, tensor in inputs.items():
-        if tensor.dim() != ranks[name]:
-            _refuse(f"{name}.ndim() == {ranks[name]} ({tensor.dim()} vs. {ranks[name]}) : "
-                    f"{name} must be a {ranks[name]}D tensor")  # fmt: skip
+        words = f"{name} must be a {ranks[name]}D tensor"
+        _equal(f"{name}.ndim()", tensor.dim(), str(ranks[name]), ranks[name], words)
     first_name, first = next(iter(given.items()))
     batch_size = arrays["kv_last_page_len"].shape[0]
     _equal("kv_indptr.size(0)", arrays["kv_indptr"].shape[0], "batch_size + 1", batch_size + 1)
@@ -92,9 +91,9 @@ def _refuse(condition: str) -> None:
     raise RuntimeError(f"Check failed: {condition}")
 
 
-def _equal(left: str, a: int, right: str, b: int) -> None:
+def _equal(left: str, a: int, right: str, b: int, words: str = "") -> None:
     if a != b:
-        _refuse(f"{left} == {right} ({a} vs. {b}) : ")
+        _refuse(f"{left} == {right} ({a} vs. {b}) : {words}")
 
 
 @cuda.kernel
@@ -120,7 +119,9 @@ def store(given: Arrays, caches: Arrays, arrays: Arrays, layout: str | None, cal
     pages, offsets = _entry(ids, tokens // page_size, "kv_indices"), tokens % page_size
     if call is not None:
         call.stored = Stored(first, layout or "NHD", page_size, pages * page_size + offsets)
-    for page in pages[(pages < 0) | (pages >= num_pages)].tolist():
+    foreign = pages[(pages < 0) | (pages >= num_pages)]
+    if foreign.size:
+        page = int(foreign[0])
         beyond = -page if page < 0 else page - num_pages
         distance = beyond * first.stride(0) * first.element_size()
         raise modes.outside(distance, f"a token is stored on page {page}, the pool has {num_pages}")
