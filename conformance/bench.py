@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
 def _throughput(options: argparse.Namespace) -> None:
     """Default mix: up to 8 requests, up to 64 tokens in all (a stated share is longer), 2 layers, two executions."""
     print(f"  the best of {throughput.ROUNDS} rounds, Python {platform.python_version()}")
+    print(f"  this machine, now: {throughput.pace()}", flush=True)
     if options.library == "real":
         for result in throughput.measure(GPU_BACKENDS, options.cases, library="real"):
             print(f"  {result}", flush=True)

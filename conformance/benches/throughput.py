@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from unittest.mock import patch
 
+import torch
 from hypothesis.strategies import SearchStrategy
 
 from backends.libraries import LibraryKind
@@ -38,6 +39,44 @@ class Throughput:
     def __str__(self) -> str:
         parts = "  ".join(f"{name} {share:4.0%}" for name, share in self.shares.items())
         return f"{self.backend:18} {self.per_second:6.0f} cases/s   {parts}"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What this machine gives one thread at the moment: rates from two machines, or two hours, differ with it."""
+
+    steps: float  # of a Python loop that adds integers, a second
+    seconds: float  # of one torch addition of 64 float32 numbers
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps / 1e6:.1f} million loop steps/s, {self.seconds * 1e6:.2f} us a small torch addition"
+        )
+
+
+def pace(count: int = 100_000) -> Pace:
+    """The best of `ROUNDS` rounds of `count` loop steps and `count` torch additions, in CPU time."""
+    numbers = torch.ones(64)
+
+    def loop() -> None:
+        total = 0
+        for step in range(count):
+            total += step
+
+    def add() -> None:
+        for _ in range(count):
+            torch.add(numbers, numbers)
+
+    def best(work: Callable[[], None]) -> float:
+        return min(_cpu_seconds(work) for _ in range(ROUNDS)) / count
+
+    return Pace(1 / best(loop), best(add))
+
+
+def _cpu_seconds(work: Callable[[], None]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
 
 
 ROUNDS = 3
