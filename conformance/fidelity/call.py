@@ -23,9 +23,10 @@ FLASHINFER_PAGED = (
     "fi.prefill.fa3",
 )
 FLASHINFER_RAGGED = ("fi.ragged.fa2", "fi.ragged.fa3")
+FLASHINFER_APPEND = ("fi.append",)
 FLASHINFER_MERGE = ("fi.merge_state", "fi.merge_state_in_place", "fi.merge_states")
 SGL_KERNEL = ("sgl.kvcache", "sgl.varlen", "sgl.merge_state_v2")
-ENTRIES = FLASHINFER_PAGED + FLASHINFER_RAGGED + FLASHINFER_MERGE + SGL_KERNEL
+ENTRIES = FLASHINFER_PAGED + FLASHINFER_RAGGED + FLASHINFER_APPEND + FLASHINFER_MERGE + SGL_KERNEL
 """Entry points of the libraries, with the kernel that answers where the caller chooses it."""
 
 
@@ -33,7 +34,8 @@ ENTRIES = FLASHINFER_PAGED + FLASHINFER_RAGGED + FLASHINFER_MERGE + SGL_KERNEL
 class LibraryCall:
     """A call of one entry point, and what it was meant to compute.
 
-    Request i means to attend `qo_lens[i]` query rows (the last of the request) to `kv_lens[i]` keys. Each
+    Request i means to attend `qo_lens[i]` query rows (the last of the request) to `kv_lens[i]` keys, or to store the
+    last `qo_lens[i]` of them. Each
     malformation spoils an argument and leaves the meaning as it is; it is "name:argument" of
     `catalogue.MALFORMATIONS`. `num_states` is the number of states of `fi.merge_states`; in merges `qo_lens`
     alone count. `soft_cap` 0: none; `window_left` -1: none.
@@ -71,6 +73,11 @@ class LibraryCall:
                 f"qo_lens has {len(self.qo_lens)} entries and kv_lens {len(self.kv_lens)}: "
                 "they must be as many, and at least one"
             )
+        if self.entry in FLASHINFER_APPEND:
+            if any(new > length for new, length in zip(self.qo_lens, self.kv_lens, strict=True)):
+                raise ValueError(f"{self.qo_lens} tokens are stored of {self.kv_lens}")
+            if not sum(self.qo_lens):
+                raise ValueError("no token is stored: the library refuses that")
         if self.num_qo_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_qo_heads} query heads do not divide among {self.num_kv_heads} KV heads"

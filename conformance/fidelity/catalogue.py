@@ -7,8 +7,9 @@ from importlib import import_module
 from random import Random
 
 from conformance.fidelity.call import LibraryCall
-from conformance.fidelity.draft import Draft, sound
+from conformance.fidelity.draft import Draft
 from conformance.fidelity.malformation import MALFORMATIONS, Malformation
+from conformance.fidelity.sound import sound
 
 for _module in ("malformed_arrays", "malformed_calls"):  # importing one enters its malformations
     import_module(f"conformance.fidelity.{_module}")

@@ -1,19 +1,14 @@
-"""The arguments of a call before it is made: sound ones, which malformations then spoil. All on the CPU."""
+"""`Draft`: the arguments of a call before it is made. All on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from conformance.fidelity.call import FLASHINFER_MERGE, LibraryCall
-from fakes.contract.check import dense
-
-SPARE_PAGES = 3
-"""Pages of the pool that no request owns."""
+from conformance.fidelity.call import LibraryCall
 
 WORKSPACE_BYTES = 32 << 20
 LN2 = 0.6931471805599453
@@ -24,10 +19,11 @@ class Draft:
     """What one call hands over.
 
     `arrays`: index arrays and masks by their usual names. `tensors`: q, k, v (caches where there are pages,
-    always NHD here) or the states of a merge. `options`: the other arguments, of `plan` where there is one.
-    `late`: options of the older `forward`. `earlier`: index arrays of the plan that a stale call executes.
-    `on_host`, `strided`: arrays or tensors that stay on the CPU, that are not contiguous. `expected`: what was
-    meant, out float64 `[rows, num_qo_heads, head_dim]` and natural-log LSE float64 `[rows, num_qo_heads]`.
+    always NHD here), the states of a merge, or caches and what is stored in them. `options`: the other arguments, of
+    `plan` where there is one. `late`: options of the older `forward`. `earlier`: index arrays of the plan that a stale
+    call executes. `on_host`, `strided`: arrays or tensors that stay on the CPU, that are not contiguous. `expected`:
+    what was meant, out float64 `[rows, num_qo_heads, head_dim]` and natural-log LSE float64 `[rows, num_qo_heads]`; of
+    a store the slots of both caches, one after the other, and zeros.
     """
 
     call: LibraryCall
@@ -45,51 +41,6 @@ class Draft:
     """Requests that the graph wrapper's buffers have room for."""
     graph_indices: int = 0
     buffer_dtype: torch.dtype = torch.int32
-
-
-def sound(call: LibraryCall) -> Draft:
-    """The arguments of a call without its malformations."""
-    random = torch.Generator().manual_seed(call.seed)
-    if call.entry in FLASHINFER_MERGE or call.entry == "sgl.merge_state_v2":
-        return _merge(call, random)
-    dtype = getattr(torch, call.dtype)
-    rows, tokens = sum(call.qo_lens), sum(call.kv_lens)
-    q = torch.randn((rows, call.num_qo_heads, call.head_dim), generator=random).to(dtype)
-    k, v = (
-        torch.randn((tokens, call.num_kv_heads, call.head_dim), generator=random).to(dtype) for _ in range(2)
-    )
-    masks = _masks(call, random) if call.custom_mask else None
-    expected = _expected(call, q, k, v, masks)
-    draft = Draft(call, {}, {"q": q}, _options(call, dtype), expected)
-    if masks is not None:
-        draft.arrays["custom_mask"] = torch.cat([mask.reshape(-1) for mask in masks])
-    if call.entry in ("fi.ragged.fa2", "fi.ragged.fa3"):
-        draft.tensors |= {"k": k, "v": v}
-        draft.arrays |= {"qo_indptr": running_sum(call.qo_lens), "kv_indptr": running_sum(call.kv_lens)}
-    elif call.entry == "sgl.varlen":
-        draft.tensors |= {"k": k, "v": v}
-        draft.arrays |= {"cu_seqlens_q": running_sum(call.qo_lens), "cu_seqlens_k": running_sum(call.kv_lens)}
-        draft.options |= {"max_seqlen_q": max(call.qo_lens), "max_seqlen_k": max(call.kv_lens)}
-    else:
-        pages = _page(call, k, v, draft, random)
-        if call.library == "flashinfer":
-            draft.arrays |= csr(call.kv_lens, pages, call.page_size)
-            if call.entry.startswith("fi.prefill"):
-                draft.arrays["qo_indptr"] = running_sum(call.qo_lens)
-            if call.seq_lens:
-                draft.arrays["seq_lens"] = ints(call.kv_lens)
-            draft.options["page_size"] = call.page_size
-            draft.graph_batch, draft.graph_indices = len(call.kv_lens), sum(map(len, pages)) + 4
-        else:
-            draft.arrays |= {
-                "page_table": _table(pages),
-                "cache_seqlens": ints(call.kv_lens),
-                "cu_seqlens_q": running_sum(call.qo_lens),
-            }
-            draft.options |= {"max_seqlen_q": max(call.qo_lens), "num_splits": call.num_splits}
-    if call.host_metadata:
-        draft.on_host |= set(draft.arrays) - {"custom_mask"}
-    return draft
 
 
 def csr(kv_lens: Iterable[int], pages: list[list[int]], page_size: int) -> dict[str, torch.Tensor]:
@@ -110,133 +61,14 @@ def ints(values: Iterable[int]) -> torch.Tensor:
     return torch.tensor(list(values), dtype=torch.int32)
 
 
+def edges(lens: Iterable[int]) -> list[int]:
+    """Where each of consecutive parts begins, and where the last ends."""
+    found = [0]
+    for length in lens:
+        found.append(found[-1] + length)
+    return found
+
+
 def running_sum(lens: Iterable[int]) -> torch.Tensor:
     """int32, from 0."""
     return torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def _options(call: LibraryCall, dtype: torch.dtype) -> dict[str, Any]:
-    if call.library == "flashinfer":
-        return {
-            "num_qo_heads": call.num_qo_heads,
-            "num_kv_heads": call.num_kv_heads,
-            "head_dim": call.head_dim,
-            "causal": call.causal,
-            "window_left": call.window_left,
-            "logits_soft_cap": call.soft_cap or None,
-            "q_data_type": dtype,
-            "kv_data_type": dtype,
-        }
-    window = (call.window_left, 0) if call.causal else (call.window_left, -1)
-    return {
-        "causal": call.causal,
-        "window_size": window if call.window_left >= 0 else (-1, -1),
-        "softcap": call.soft_cap,
-    }
-
-
-def _masks(call: LibraryCall, random: torch.Generator) -> list[torch.Tensor]:
-    masks: list[torch.Tensor] = []
-    for rows, keys in zip(call.qo_lens, call.kv_lens, strict=True):
-        mask = torch.rand((rows, keys), generator=random) < 0.6
-        if keys:
-            mask[:, keys - 1] = True
-        masks.append(mask)
-    return masks
-
-
-def _expected(
-    call: LibraryCall,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    masks: list[torch.Tensor] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    row_edges, key_edges = _edges(call.qo_lens), _edges(call.kv_lens)
-    outs: list[torch.Tensor] = []
-    logs: list[torch.Tensor] = []
-    for i, ((a, b), (c, d)) in enumerate(zip(pairwise(row_edges), pairwise(key_edges), strict=True)):
-        mask = None
-        if masks is not None:
-            own = torch.arange(b - a)[:, None] + (d - c) - (b - a)
-            mask = masks[i]
-            if call.window_left >= 0:
-                mask = mask & (torch.arange(d - c)[None, :] >= own - call.window_left)
-        out, lse = dense(
-            q[a:b],
-            k[c:d],
-            v[c:d],
-            causal=call.causal,
-            window_left=call.window_left,
-            soft_cap=call.soft_cap,
-            mask=mask,
-        )
-        outs.append(out)
-        logs.append(lse)
-    return torch.cat(outs), torch.cat(logs)
-
-
-def _edges(lens: Iterable[int]) -> list[int]:
-    edges = [0]
-    for length in lens:
-        edges.append(edges[-1] + length)
-    return edges
-
-
-def _page(
-    call: LibraryCall, k: torch.Tensor, v: torch.Tensor, draft: Draft, random: torch.Generator
-) -> list[list[int]]:
-    """Store k and v in scattered pages; returns each request's page ids."""
-    size = call.page_size
-    counts = [-(-length // size) for length in call.kv_lens]
-    total = sum(counts) + SPARE_PAGES
-    order: list[int] = torch.randperm(total, generator=random).numpy().tolist()
-    ends = _edges(counts)
-    pages = [order[a:b] for a, b in pairwise(ends)]
-    shape = (total, size, call.num_kv_heads, call.head_dim)
-    slots = torch.tensor(
-        [
-            page * size + offset
-            for length, own in zip(call.kv_lens, pages, strict=True)
-            for page, offset in (divmod(position, size) for position in range(length))
-            for page in (own[page],)
-        ],
-        dtype=torch.int64,
-    )
-    for name, stored in (("k", k), ("v", v)):
-        if call.poisoned:
-            cache = torch.full(shape, torch.nan, dtype=k.dtype)
-        else:
-            cache = torch.randn(shape, generator=random).to(k.dtype)
-        cache.view(total * size, call.num_kv_heads, call.head_dim)[slots] = stored
-        draft.tensors[name] = cache
-    return pages
-
-
-def _table(pages: list[list[int]]) -> torch.Tensor:
-    """FlashAttention's page table, one column wider than needed; columns behind a request's pages hold 0."""
-    table = torch.zeros((len(pages), max(map(len, pages)) + 1), dtype=torch.int32)
-    for row, own in enumerate(pages):
-        table[row, : len(own)] = ints(own)
-    return table
-
-
-def _merge(call: LibraryCall, random: torch.Generator) -> Draft:
-    """States of the disjoint parts of one attention, each of random keys."""
-    rows, heads, dim = sum(call.qo_lens), call.num_qo_heads, call.head_dim
-    dtype = getattr(torch, call.dtype)
-    count = call.num_states if call.entry == "fi.merge_states" else 2
-    v = torch.randn((rows, count, heads, dim), generator=random).to(dtype)
-    s = torch.randn((rows, count, heads), generator=random) * 3
-    if call.empty_states:
-        s = torch.where(torch.rand(s.shape, generator=random) < 0.5, -torch.inf, s)
-    base = 1.0 if call.library == "sgl_kernel" else LN2
-    logs = s.double() * base
-    lse = torch.logsumexp(logs, dim=1)
-    weights = torch.exp(logs - torch.where(lse.isfinite(), lse, 0.0)[:, None])
-    out = (weights[..., None] * v.double()).sum(dim=1)
-    if call.entry == "fi.merge_states":
-        tensors = {"v": v, "s": s}
-    else:
-        tensors = {"v_a": v[:, 0], "s_a": s[:, 0], "v_b": v[:, 1], "s_b": s[:, 1]}
-    return Draft(call, {}, {name: t.contiguous() for name, t in tensors.items()}, {}, (out, lse))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from conformance.fidelity.call import ENTRIES, Layout, LibraryCall, Variant
+from conformance.fidelity.call import ENTRIES, FLASHINFER_APPEND, Layout, LibraryCall, Variant
 from conformance.fidelity.catalogue import known_to, malformation
 
 HEADS = ((1, 1), (2, 1), (4, 1), (8, 2), (4, 4), (8, 1), (6, 2), (5, 1), (7, 1), (14, 2))
@@ -81,6 +81,8 @@ def draw(random: Random, entry: str, variant: Variant | None = None) -> LibraryC
         variant = random.choice(VARIANTS.get(kernel, ("plain", "plain", "window", "cap")))
     if "merge" in entry:
         return _merge(random, entry, variant)
+    if entry in FLASHINFER_APPEND:
+        return _append(random, entry, variant)
     heads = random.choice(HEADS)
     page_size = random.choice(PAGE_SIZES)
     count = random.choice((1, 2, 2, 3, 3, 4, 5, MAX_REQUESTS))
@@ -120,6 +122,30 @@ def draw(random: Random, entry: str, variant: Variant | None = None) -> LibraryC
         strided_q=random.random() < 0.2,
         seed=random.randrange(1 << 16),
         **options,
+    )
+
+
+def _append(random: Random, entry: str, variant: Variant) -> LibraryCall:
+    page_size = random.choice(PAGE_SIZES)
+    heads = random.choice(HEADS)[1]
+    kv_lens = [
+        _length(random, page_size, -1) for _ in range(random.choice((1, 2, 2, 3, 3, 4, 5, MAX_REQUESTS)))
+    ]
+    qo_lens = [min(_rows(random, n), n) for n in kv_lens]
+    if not sum(qo_lens):
+        qo_lens[-1] = kv_lens[-1] = max(1, kv_lens[-1])
+    return LibraryCall(
+        entry=entry,
+        variant="plain" if variant == "cap" else variant,
+        qo_lens=tuple(qo_lens),
+        kv_lens=tuple(kv_lens),
+        num_qo_heads=heads,
+        num_kv_heads=heads,
+        page_size=page_size,
+        layout=random.choice(("NHD", "HND")),
+        strided_q=random.random() < 0.2,
+        stacked_cache=random.random() < 0.2,
+        seed=random.randrange(1 << 16),
     )
 
 

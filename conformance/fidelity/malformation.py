@@ -8,6 +8,7 @@ from random import Random
 
 from conformance.fidelity.call import (
     ENTRIES,
+    FLASHINFER_APPEND,
     FLASHINFER_MERGE,
     FLASHINFER_PAGED,
     FLASHINFER_RAGGED,
@@ -23,6 +24,7 @@ RUNNING_SUMS = ("qo_indptr", "kv_indptr", "cu_seqlens_q", "cu_seqlens_k")
 PLANNED = FLASHINFER_PAGED + FLASHINFER_RAGGED
 GRAPH = tuple(entry for entry in ENTRIES if "graph" in entry)
 PAGED = (*FLASHINFER_PAGED, "sgl.kvcache")
+CSR = (*FLASHINFER_PAGED, *FLASHINFER_APPEND)
 RAGGED = (*FLASHINFER_RAGGED, "sgl.varlen")
 ATTEND = (*PLANNED, "sgl.kvcache", "sgl.varlen")
 MERGE = (*FLASHINFER_MERGE, "sgl.merge_state_v2")
@@ -71,6 +73,8 @@ def arrays_of(entry: str) -> tuple[str, ...]:
     """Names of the index arrays that every call of an entry point takes."""
     if entry.startswith("fi.prefill"):
         return ("qo_indptr", "kv_indptr", "indices", "last_page_len")
+    if entry in FLASHINFER_APPEND:
+        return ("batch_indices", "positions", "kv_indptr", "indices", "last_page_len")
     if entry in FLASHINFER_PAGED:
         return ("kv_indptr", "indices", "last_page_len")
     if entry in FLASHINFER_RAGGED:
@@ -86,8 +90,10 @@ def sums_of(entry: str) -> tuple[str, ...]:
     return tuple(name for name in arrays_of(entry) if name in RUNNING_SUMS)
 
 
-def states_of(entry: str) -> tuple[str, ...]:
-    """Names of the tensors that a merge takes."""
+def rows_of(entry: str) -> tuple[str, ...]:
+    """Names of the tensors that a merge takes, or that are stored."""
+    if entry in FLASHINFER_APPEND:
+        return ("append_key", "append_value")
     if entry == "fi.merge_states":
         return ("v", "s")
     return ("v_a", "s_a", "v_b", "s_b") if entry in MERGE else ()

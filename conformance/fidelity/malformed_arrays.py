@@ -6,9 +6,9 @@ from random import Random
 
 import torch
 
-from conformance.fidelity.call import FLASHINFER_PAGED
+from conformance.fidelity.call import FLASHINFER_APPEND, FLASHINFER_PAGED
 from conformance.fidelity.draft import Draft, ints
-from conformance.fidelity.malformation import ATTEND, GRAPH, PAGED, PLANNED, arrays_of, named, on, sums_of
+from conformance.fidelity.malformation import CSR, GRAPH, PAGED, PLANNED, arrays_of, named, on, sums_of
 
 FAR_PAGE = 10**9
 """A page id whose address no allocation of a GPU holds."""
@@ -81,13 +81,13 @@ def _longer(draft: Draft, target: str, random: Random) -> None:
     draft.arrays[target] = torch.cat((draft.arrays[target], draft.arrays[target][-1:]))
 
 
-@named("shorter", lambda entry: arrays_of(entry) if entry in ATTEND else (), rare=("indices",))
+@named("shorter", arrays_of, rare=("indices",))
 def _shorter(draft: Draft, target: str, random: Random) -> None:
     """Without the last entry (row)."""
     draft.arrays[target] = draft.arrays[target][:-1].clone()
 
 
-@named("last_page", on(FLASHINFER_PAGED, "zero", "above"))
+@named("last_page", on(CSR, "zero", "above"))
 def _last_page(draft: Draft, target: str, random: Random) -> None:
     last = draft.arrays["last_page_len"].clone()
     if len(last):
@@ -96,13 +96,13 @@ def _last_page(draft: Draft, target: str, random: Random) -> None:
     draft.arrays["last_page_len"] = last
 
 
-@named("page", on(PAGED, "before", "behind"), rare=True)
+@named("page", on(PAGED + FLASHINFER_APPEND, "before", "behind"), rare=True)
 def _page(draft: Draft, target: str, random: Random) -> None:
     """A page id next to the pool."""
     _foreign_page(draft, -1 if target == "before" else draft.tensors["k"].shape[0], random)
 
 
-@named("far_page", on(PAGED, "far"), rare=True)
+@named("far_page", on(PAGED + FLASHINFER_APPEND, "far"), rare=True)
 def _far_page(draft: Draft, target: str, random: Random) -> None:
     _foreign_page(draft, FAR_PAGE, random)
 
@@ -119,6 +119,18 @@ def _foreign_page(draft: Draft, page: int, random: Random) -> None:
             page
         )
     draft.arrays[name] = ids
+
+
+@named("place", on(FLASHINFER_APPEND, "later", "earlier", "next", "twice"))
+def _place(draft: Draft, target: str, random: Random) -> None:
+    """Tokens stored a position later or earlier, in the next request, or one where another goes."""
+    name = "batch_indices" if target == "next" else "positions"
+    array = draft.arrays[name]
+    if target == "twice":
+        for found in (draft.arrays["batch_indices"], array):
+            found[-1] = found[0]
+    else:
+        draft.arrays[name] = array + (-1 if target == "earlier" else 1)
 
 
 @named("token_locations", on(PAGED, "pages"), rare=True)

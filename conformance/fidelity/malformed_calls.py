@@ -11,29 +11,28 @@ from conformance.fidelity.draft import Draft, csr
 from conformance.fidelity.malformation import (
     ATTEND,
     GRAPH,
-    MERGE,
     PLANNED,
     RAGGED,
     arrays_of,
     named,
     on,
-    states_of,
+    rows_of,
 )
 
 
-@named("strided", lambda entry: arrays_of(entry) + states_of(entry))
+@named("strided", lambda entry: arrays_of(entry) + rows_of(entry))
 def _strided(draft: Draft, target: str, random: Random) -> None:
     draft.strided.add(target)
 
 
-@named("host", lambda entry: (*arrays_of(entry), *states_of(entry), *(("q",) if entry in ATTEND else ())))
+@named("host", lambda entry: (*arrays_of(entry), *rows_of(entry), *(("q",) if entry in ATTEND else ())))
 def _host(draft: Draft, target: str, random: Random) -> None:
     draft.on_host.add(target)
 
 
-@named("dtype", lambda entry: ("q", "kv") if entry in ATTEND else states_of(entry))
+@named("dtype", lambda entry: ("q", "kv") if entry in ATTEND else rows_of(entry))
 def _dtype(draft: Draft, target: str, random: Random) -> None:
-    """The other 16-bit dtype; of states, an `s` in 16 bits."""
+    """The other 16-bit dtype; of states, an `s` in 16 bits; of what is stored, one of the two."""
     other = torch.float16 if draft.call.dtype == "bfloat16" else torch.bfloat16
     for name in ("k", "v") if target == "kv" else (target,):
         draft.tensors[name] = draft.tensors[name].to(other)
@@ -148,13 +147,13 @@ def _max_k(draft: Draft, target: str, random: Random) -> None:
     draft.options["max_seqlen_k"] = {"one": 1, "long": max(draft.call.kv_lens) + 60, "none": None}[target]
 
 
-@named("states", lambda entry: states_of(entry) if entry in MERGE else ())
+@named("states", rows_of)
 def _states(draft: Draft, target: str, random: Random) -> None:
     """One row less in this tensor alone."""
     draft.tensors[target] = draft.tensors[target][:-1].contiguous()
 
 
-@named("transposed", lambda entry: tuple(n for n in states_of(entry) if n.startswith("s")))
+@named("transposed", lambda entry: tuple(n for n in rows_of(entry) if n.startswith("s")))
 def _transposed(draft: Draft, target: str, random: Random) -> None:
     """LSE as FlashAttention returns it, heads before rows."""
     draft.tensors[target] = draft.tensors[target].transpose(0, -1).contiguous()

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from conformance.fidelity.call import FLASHINFER_MERGE, FLASHINFER_PAGED, FLASHINFER_RAGGED
+from conformance.fidelity.call import (
+    FLASHINFER_APPEND,
+    FLASHINFER_MERGE,
+    FLASHINFER_PAGED,
+    FLASHINFER_RAGGED,
+)
 from conformance.fidelity.draft import Draft
 from conformance.fidelity.surroundings import Place
 
@@ -31,6 +36,9 @@ class Hands:
     mark: Callable[[int], object] = int
 
 
+FUSED = ("q", "append_key", "append_value")
+"""What engines cut out of one tensor of q, k and v."""
+
 Answer = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -45,6 +53,8 @@ def perform(draft: Draft, hands: Hands) -> Answer:
         return _paged(draft, hands)
     if entry in FLASHINFER_RAGGED:
         return _ragged(draft, hands)
+    if entry in FLASHINFER_APPEND:
+        return _append(draft, hands)
     if entry in FLASHINFER_MERGE:
         return _flashinfer_merge(draft, hands)
     hands.stage.name = "run"
@@ -67,9 +77,11 @@ def perform(draft: Draft, hands: Hands) -> Answer:
 def _put(draft: Draft, hands: Hands, name: str, tensor: torch.Tensor | None = None) -> torch.Tensor:
     if tensor is None:
         tensor = draft.tensors[name] if name in draft.tensors else draft.arrays[name]
-    if name == "q" and draft.call.strided_q:
+    if name in FUSED and draft.call.strided_q:
         fused = torch.cat((tensor, torch.full_like(tensor, torch.nan)), dim=1)
-        return hands.place.put(name, fused, on_host="q" in draft.on_host, strided=False)[:, : tensor.shape[1]]
+        return hands.place.put(name, fused, on_host=name in draft.on_host, strided=False)[
+            :, : tensor.shape[1]
+        ]
     return hands.place.put(name, tensor, on_host=name in draft.on_host, strided=name in draft.strided)
 
 
@@ -140,6 +152,24 @@ def _plan_paged(draft: Draft, hands: Hands, wrapper: Any, arrays: dict[str, torc
     else:
         del options["causal"]
         wrapper.plan(*pages, *numbers, **index, **options)
+
+
+def _append(draft: Draft, hands: Hands) -> Answer:
+    """Both caches, slot by slot, stand for the output: there is none."""
+    hands.stage.name = "run"
+    cache = _paged_cache(draft, hands)
+    tensors = {name: _put(draft, hands, name) for name in ("append_key", "append_value", *draft.arrays)}
+    hands.library.append_paged_kv_cache(
+        *(tensors[name] for name in ("append_key", "append_value", "batch_indices", "positions")),
+        cache,
+        *(tensors[name] for name in ("indices", "kv_indptr", "last_page_len")),
+        draft.call.layout,
+    )
+    k, v = (cache[:, 0], cache[:, 1]) if draft.call.stacked_cache else cache
+    if draft.call.layout == "HND":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    stored = torch.cat((k.flatten(0, 1), v.flatten(0, 1)))
+    return stored, stored.new_zeros(stored.shape[:2])
 
 
 def _ragged(draft: Draft, hands: Hands) -> Answer:

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from conformance.fidelity import record
-from conformance.fidelity.call import ENTRIES, FLASHINFER_MERGE, LibraryCall, from_json, to_json
+from conformance.fidelity.call import (
+    ENTRIES,
+    FLASHINFER_APPEND,
+    FLASHINFER_MERGE,
+    LibraryCall,
+    from_json,
+    to_json,
+)
 from conformance.fidelity.compare import Disagreement, disagreement
 from conformance.fidelity.generate import VARIANTS, draw
 from conformance.fidelity.observe import on_fakes, probe_fake
@@ -94,6 +101,7 @@ def variants(libraries: Iterable[str]) -> dict[str, LibraryCall]:
     needed["prefill fa2, bfloat16, head dim 128, 64-bit indptr"] = wide
     masked = replace(draw(random, "fi.ragged.fa2", "plain"), custom_mask=True, host_metadata=False)
     needed["custom masks (quantization)"] = masked
+    needed["stores (page)"] = draw(random, FLASHINFER_APPEND[0], "plain")
     needed["merges (cascade)"] = draw(random, FLASHINFER_MERGE[0], "plain")
     return needed
 

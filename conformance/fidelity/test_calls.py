@@ -3,12 +3,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
 from conformance.fidelity.call import ENTRIES, LibraryCall, from_json, to_json
 from conformance.fidelity.catalogue import drafted, known_to, malformation
-from conformance.fidelity.draft import Draft, sound
+from conformance.fidelity.draft import Draft, ints
 from conformance.fidelity.generate import VARIANTS, calls
 from conformance.fidelity.run import variants
+from conformance.fidelity.sound import sound
 
 pytestmark = pytest.mark.cpu
 
@@ -45,7 +47,7 @@ def test_half_of_the_calls_are_malformed_and_more_calls_begin_with_the_same() ->
 
 
 def test_every_malformation_of_every_entry_point_is_drawn() -> None:
-    drawn = {(call.entry, call.malformations[0]) for call in calls(4000, 0) if call.malformations}
+    drawn = {(call.entry, call.malformations[0]) for call in calls(4400, 0) if call.malformations}
     assert drawn == {(entry, name) for entry in ENTRIES for name in known_to(entry)}
 
 
@@ -119,9 +121,32 @@ def test_no_malformation_is_idle(entry: str) -> None:
 
 def test_few_kernel_variants_are_needed() -> None:
     listed = variants(("flashinfer", "sgl_kernel"))
-    assert len(listed) == 10
+    assert len(listed) == 11
     assert not variants(("sgl_kernel",))
     for call in MANY:
         assert call.variant in VARIANTS.get(call.kernel, ("plain", "window", "cap"))
         for name in call.malformations:
             assert malformation(name).variant in (None, call.variant)
+
+
+def test_a_store_means_that_its_tokens_lie_where_their_requests_have_them() -> None:
+    call = LibraryCall(entry="fi.append", qo_lens=(2, 1), kv_lens=(3, 1), page_size=2)
+    draft = sound(call)
+    assert draft.arrays["batch_indices"].equal(ints([0, 0, 1]))
+    assert draft.arrays["positions"].equal(ints([1, 2, 0]))
+    ids, (_, second, _) = draft.arrays["indices"], draft.arrays["kv_indptr"]
+    slots = torch.stack((ids[0] * 2 + 1, ids[1] * 2, ids[second] * 2))
+    keys, values = draft.expected[0].chunk(2)
+    assert keys[slots].equal(draft.tensors["append_key"].double())
+    assert values[slots].equal(draft.tensors["append_value"].double())
+    changed = (draft.tensors["k"].flatten(0, 1).double() != keys).flatten(1).any(dim=1)
+    assert changed.sum() == 3
+    assert changed[slots].all()
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "words"), [((2,), r"\(2,\) tokens are stored of \(1,\)"), ((0,), "no token is stored")]
+)
+def test_what_is_no_store_is_refused(qo_lens: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LibraryCall(entry="fi.append", qo_lens=qo_lens, kv_lens=(1,))

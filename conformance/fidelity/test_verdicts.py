@@ -11,9 +11,10 @@ from conformance.errors import UsageError
 from conformance.fidelity import record
 from conformance.fidelity.call import LibraryCall
 from conformance.fidelity.compare import compare, disagreement
-from conformance.fidelity.draft import LN2, sound
+from conformance.fidelity.draft import LN2
 from conformance.fidelity.observe import combine
 from conformance.fidelity.record import Observations
+from conformance.fidelity.sound import sound
 from conformance.fidelity.verdict import Seen, differ, judge, refused, sketch
 from fakes.contract.check import dense
 from fakes.contract.rule import Observation

@@ -117,8 +117,11 @@ def store(given: Arrays, caches: Arrays, arrays: Arrays, layout: str | None, cal
     num_pages, page_size = plain[0].shape[:2]
     tokens = _entry(starts, requests, "kv_indptr") * page_size + positions
     pages, offsets = _entry(ids, tokens // page_size, "kv_indices"), tokens % page_size
+    slots = pages * page_size + offsets
     if call is not None:
-        call.stored = Stored(first, layout or "NHD", page_size, pages * page_size + offsets)
+        call.stored = Stored(first, layout or "NHD", page_size, slots)
+    if np.unique(slots).size < slots.size:
+        recorder.reads_foreign("two tokens go to the same place: either may stay")
     foreign = pages[(pages < 0) | (pages >= num_pages)]
     if foreign.size:
         page = int(foreign[0])
