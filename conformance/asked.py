@@ -25,8 +25,15 @@ class Batch:
     """Of each request, bool `[kv_len]`: the keys that a row of it sees."""
     masked: bool
     """The call has a custom mask."""
+    appends: bool
+    """The call stores the new tokens itself: lengths beside the cache are those before it."""
     read_lens: tuple[int, ...]
     """How many keys of each request the call was seen to read; empty where that is not known."""
+
+    @property
+    def cache_lens(self) -> np.ndarray:
+        """Keys that the cache holds when the call begins."""
+        return self.kv_lens - self.qo_lens if self.appends else self.kv_lens
 
     @property
     def page_counts(self) -> np.ndarray:
@@ -65,5 +72,6 @@ def batch_of(case: Case, tensors: StepTensors, call: Call, given: Mapping[str, A
         case.level == "engine",
         tuple(_seen(case.mask.of_layer(layer), tensors)),
         any(given.get(name) is not None for name in ("custom_mask", "packed_custom_mask")),
+        case.level == "engine" and "k_cache" in given and given.get("k") is not None,
         tuple(len(span.slots) for span in spans) if len(spans) == len(step.qo_lens) else (),
     )

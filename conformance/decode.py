@@ -24,7 +24,9 @@ OUTSIDE = -1
 class ReadSpan:
     """One request of one call: int64 `rows` of the layer's q, and the pool slot of each key of K and V.
 
-    `sure`: none of them was guessed from the content of a copy. A row that is in no copy is `UNKNOWN`.
+    `sure`: none of them was guessed from the content of a copy. A row that is in no copy is `UNKNOWN`. `heads` int64
+    `[num_rows, heads]`: where a call's rows are not whole rows of the layer's q (groups as rows, or some heads), which
+    head of which row each of its heads is, as `row * num_qo_heads + head`; the first one's row is in `rows`.
     """
 
     rows: np.ndarray
@@ -33,6 +35,7 @@ class ReadSpan:
     span: Span
     custom: np.ndarray | None
     sure: bool = True
+    heads: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
@@ -74,6 +77,7 @@ class LayerTensors:
 def read_spans(attended: Attended, at: LayerTensors) -> list[ReadSpan]:
     """Decode one call: by the addresses of what it was given, and by the content of what was copied."""
     rows, sure_rows = _query_rows(attended, at)
+    heads = _query_heads(attended, at)
     known: dict[int, Known] = {}
     spans: list[ReadSpan] = []
     for index, span in enumerate(attended.spans):
@@ -91,7 +95,9 @@ def read_spans(attended: Attended, at: LayerTensors) -> list[ReadSpan]:
             k_slots, v_slots, sure_keys = keys_and_values(*likely)
             sure &= sure_keys
         custom = None if attended.custom is None else attended.custom[index]
-        spans.append(ReadSpan(rows[span.q_start : span.q_end], k_slots, v_slots, span, custom, sure))
+        part = slice(span.q_start, span.q_end)
+        own = None if heads is None else heads[part]
+        spans.append(ReadSpan(rows[part], k_slots, v_slots, span, custom, sure, own))
     return spans
 
 
@@ -135,7 +141,7 @@ def is_plain(call: Call, at: LayerTensors) -> bool:
         return False
     if (a.causal or a.window_right == 0) != mask.causal and any(n != 1 for n in step.qo_lens):
         return False
-    if a.q.data_ptr() != handed.q.data_ptr() or a.q.stride() != handed.q.stride():
+    if (a.q.data_ptr(), a.q.shape, a.q.stride()) != (handed.q.data_ptr(), handed.q.shape, handed.q.stride()):
         return False
     if a.layout == "ragged":
         wanted, k, v = np.arange(len(tensors.tokens.uid)), handed.k, handed.v
@@ -180,6 +186,19 @@ def _query_rows(attended: Attended, at: LayerTensors) -> tuple[np.ndarray, np.nd
         inside = (address >= 0) & (address < step * handed.shape[0])
         return np.where(inside, address // step, UNKNOWN), np.ones(len(q), dtype=np.bool_)
     return rows_in_order(Known(at.queries(), q.dtype).candidates(q))
+
+
+def _query_heads(attended: Attended, at: LayerTensors) -> np.ndarray | None:
+    """See `ReadSpan.heads`, for every row of a call's q; None where its rows are whole ones, or copies."""
+    q, handed = attended.q, at.handed.q
+    if not shares(q, handed) or handed.dim() != 3 or not handed.stride(0) or not handed.stride(1):
+        return None
+    if q.shape[1] == handed.shape[1] and q.stride(1) == handed.stride(1):
+        return None
+    offset = (q.data_ptr() - handed.data_ptr()) // q.element_size()
+    place = offset + np.arange(len(q))[:, None] * q.stride(0) + np.arange(q.shape[1]) * q.stride(1)
+    row, rest = np.divmod(place, handed.stride(0))
+    return np.asarray(row * handed.shape[1] + rest // handed.stride(1))
 
 
 def shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:

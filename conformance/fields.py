@@ -161,6 +161,8 @@ def _length_causes(batch: Batch, index: int) -> list[Cause]:
     del index
     if not batch.engine:
         return []
+    if batch.appends:
+        return [(": it counts the tokens that the call stores itself", batch.kv_lens)]
     return [
         (": the tokens of this step are not counted", batch.kv_lens - batch.qo_lens),
         (": the cached prefix is not counted", batch.qo_lens),
@@ -197,22 +199,39 @@ def _unread_last_page(batch: Batch) -> np.ndarray:
 def _unread_len(batch: Batch) -> np.ndarray:
     """Lengths of requests without rows, and those that a kernel did without: it read the right number of keys."""
     rowless = batch.qo_lens == 0
+    if batch.appends:
+        return rowless
     return rowless | (batch.kv_lens == batch.read_lens) if batch.read_lens else rowless
+
+
+def _kv_indptr(name: str, given: Any, batch: Batch) -> Iterator[WrongField]:
+    """Of keys that stand row by row. The new ones alone do where another call reads what is cached."""
+    new, want = _indptr(batch.qo_lens), _indptr(batch.kv_lens)
+    got = given.values if isinstance(given, TensorRecord) else None
+    if batch.engine and got is not None and np.array_equal(got, new) and not np.array_equal(new, want):
+        request = int(np.flatnonzero(batch.kv_lens > batch.qo_lens)[0])
+        message = (
+            f"{name} counts the new tokens alone, and no other call reads what request {request} has cached"
+        )
+        yield WrongField(name, request, message)
+    else:
+        yield from _KV_INDPTR(name, given, batch)
 
 
 _PAGE_INDPTR = _vector(lambda b: _indptr(b.page_counts), _indptr_owner, _sum_causes)
 _KV_INDPTR = _vector(lambda b: _indptr(b.kv_lens), _indptr_owner, _no_causes)
 _QO_INDPTR = _vector(lambda b: _indptr(b.qo_lens), _indptr_owner, _no_causes)
 _LAST_PAGE = _vector(_last_page_len, int, _last_page_causes, _unread_last_page)
-_KV_LENS = _vector(lambda b: b.kv_lens, int, _length_causes, _unread_len)
+_KV_LENS = _vector(lambda b: b.cache_lens, int, _length_causes, _unread_len)
 
 _FIELDS: dict[str, Callable[[str, Any, Batch], Iterator[WrongField]]] = {
     "qo_indptr": _QO_INDPTR,
     "cu_seqlens_q": _QO_INDPTR,
     "indptr": _PAGE_INDPTR,
     "paged_kv_indptr": _PAGE_INDPTR,
-    "kv_indptr": _KV_INDPTR,
-    "cu_seqlens_k": _KV_INDPTR,
+    "kv_indptr": _kv_indptr,
+    "cu_seqlens_k": _kv_indptr,
+    "cu_seqlens_k_new": _QO_INDPTR,
     "indices": _indices,
     "paged_kv_indices": _indices,
     "last_page_len": _LAST_PAGE,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from conformance.execution import Mark
 from fakes.recorder import Attended, Call, Recorder
@@ -50,8 +52,8 @@ class Marks:
         batch = _captured_batch(size)
         return [c for c in self._recorder.calls if c.op == "attend" and c.at.batch == batch]
 
-    def carried_out(self, size: int, layers: Mapping[int, int]) -> list[CapturedCall]:
-        """The calls of the last replay. `layers`: the layer of a K cache, by its address.
+    def carried_out(self, size: int, layer_of: Callable[[torch.Tensor], int]) -> list[CapturedCall]:
+        """The calls of the last replay. `layer_of`: the layer whose K a tensor holds, or -1.
 
         A fake whose launch alone is one device operation reads anew for the captured call; one that is such an
         operation as a whole makes its call again.
@@ -63,7 +65,7 @@ class Marks:
             if c.op != "attend" or attended is None or attended is self._read_before.get(c.index):
                 continue
             again = c.index >= self._calls_before
-            layer = layers.get(attended.k.data_ptr(), -1) if again else c.at.layer
+            layer = layer_of(attended.k) if again else c.at.layer
             plan = None if c.plan is None else calls[c.plan]
             found.append(CapturedCall(c, layer, attended, plan, again))
         return found

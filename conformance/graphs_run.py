@@ -16,6 +16,7 @@ from backends.contract import EngineContext, Req
 from backends.registry import BackendSpec
 from cases.model import Case
 from cases.tensors import CaseTensors
+from conformance.decode import shares
 from conformance.engine import EngineRun, bring_back, fetched_pool, lasting
 from conformance.execution import Execution, Failure, LayerRun, Mark, StepRun
 from conformance.graphs import GraphRunner
@@ -232,13 +233,18 @@ class GraphRun(EngineRun):
         )
         run.changed += left
         run.pool = fetched_pool(self.pool, self.machine)
-        layers = {self.pool.k_cache(i).data_ptr(): i for i in range(self.question.case.num_layers)}
-        replay.calls = self.marks.carried_out(size, layers)
+        replay.calls = self.marks.carried_out(size, self._layer_of)
         eager = self.marks.eager_wrappers()
         replay.movable = [c.name for c in self.marks.captured(size) if c.owner in eager]
         replay.moved = self.buffers.moved(size)
         replay.overrun = self.guards.broken()
         found.replays.append(replay)
+
+    def _layer_of(self, k: torch.Tensor) -> int:
+        """The layer whose cache a tensor of keys begins in, with some of its heads perhaps; -1: none."""
+        layers = [self.pool.k_cache(i) for i in range(self.question.case.num_layers)]
+        begins = [(c.data_ptr(), i) for i, c in enumerate(layers) if shares(k, c)]
+        return max((pair for pair in begins if pair[0] <= k.data_ptr()), default=(0, -1))[1]
 
 
 def _rows_of(answer: object, size: int, rows: slice) -> object:

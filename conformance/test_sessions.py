@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from backends.contract import Batch
+from backends.fi import FlashInferBackend
 from backends.torch_sdpa import TorchBackend
 from cases.model import Case, Request, Step
 from conformance.checks import session as check
@@ -150,6 +152,46 @@ def test_a_failing_session_is_shown_with_all_who_are_there() -> None:
     assert "head 0: does not read its key at position 1" in text
     (shown,) = re.findall(r"^```text\n(.*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)
     assert [line for line in shown.splitlines() if line != "..." and line not in text.splitlines()] == []
+
+
+class FirstRow(FlashInferBackend):
+    """A batch of one request reads the page table's first row, whoever owns it. It keeps nothing."""
+
+    capabilities = replace(
+        FlashInferBackend.capabilities, cuda_graph=False, window=False, layer_windows=False
+    )
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer_id: int,
+        batch: Batch,
+        *,
+        return_lse: bool,
+    ) -> Any:
+        if len(batch.reqs) > 1 or not batch.is_decode:
+            return super()._run(q, k, v, layer_id, batch, return_lse=return_lse)
+        import flashinfer  # pyright: ignore[reportMissingImports]
+
+        self.kv_pool.store_kv(k, v, batch.out_loc, layer_id)
+        ids = self.page_table[0, : batch.reqs[0].device_len].long()
+        keys, values = (cache[ids, 0] for cache in self.paged_kv(layer_id))
+        call = cast("Any", flashinfer).single_decode_with_kv_cache
+        found = call(q[0], keys, values, use_tensor_cores=self.use_tensor_cores, return_lse=return_lse)
+        return (found[0][None], found[1][None]) if return_lse else found[None]
+
+
+def test_what_is_wrong_in_every_step_is_no_fault_of_history() -> None:
+    """By what the first row holds its steps fail one check or another, on a new backend too."""
+    one = Step((Request(2, 1, 0),), "decode", "decode")
+    other = Step((Request(2, 1, 1),), "decode", "decode", (0,))
+    case = Case((one, other), num_layers=1, placement="scattered", session=True)
+    with Session([FirstRow]) as opened:
+        verdicts = [examine(Question(replace(case, seed=seed)), opened.askers[0]) for seed in (0, 1, 4)]
+    assert all("values" in verdict.failed for verdict in verdicts)
+    assert not any("session" in verdict.failed for verdict in verdicts)
 
 
 def test_some_faults_show_in_sessions_alone() -> None:

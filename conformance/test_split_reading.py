@@ -58,6 +58,16 @@ class Dropped(Split):
     drop = 1
 
 
+class NewTokensAlone(Split):
+    """Leaves the prefix out."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch
+    ) -> torch.Tensor:
+        self.engine.kv_pool.store_kv(k, v, batch.out_loc, layer_id)
+        return self.ragged.run(q, k, v)
+
+
 def test_new_tokens_and_prefix_together_are_the_whole() -> None:
     with Session([Split], device_sim="light") as session:
         verdict = examine(Question(PREFIX_HIT), session.askers[0])
@@ -72,3 +82,12 @@ def test_what_the_two_leave_out_is_named_and_no_array_of_either_is() -> None:
     assert found
     assert all(f.field is None for f in found)
     assert "does not read the key at position 5" in found[0].message
+
+
+def test_a_prefix_that_no_call_reads_is_said_so() -> None:
+    with Session([NewTokensAlone], device_sim="light") as session:
+        verdict = examine(Question(PREFIX_HIT), session.askers[0])
+    found = {f.message for f in verdict.findings if f.field == "kv_indptr"}
+    assert found == {
+        "kv_indptr counts the new tokens alone, and no other call reads what request 0 has cached"
+    }

@@ -198,7 +198,7 @@ class _Row:
 
     def _factor(self) -> list[str]:
         factor = self._score_factor()
-        if factor is None or math.isclose(factor, 1.0, rel_tol=0.02):
+        if factor is None or factor <= 0 or math.isclose(factor, 1.0, rel_tol=0.02):
             return []
         cause = _scale_cause(factor, self.case.scale)
         return [f"every score is {factor:.3g} times what it must be{cause}"]

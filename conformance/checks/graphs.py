@@ -27,8 +27,8 @@ from conformance.trial import Trial
 from fakes.recorder import Attended, Call, TensorRecord
 
 NAME = "graphs"
-_LENGTHS = (("indptr", "paged_kv_indptr"), ("last_page_len", "paged_kv_last_page_len"))
-"""What `plan` of the decode and of the prefill wrapper call the arrays that give lengths."""
+_INDPTR = ("indptr", "paged_kv_indptr")
+"""What `plan` of the decode and of the prefill wrapper call the running sum of pages."""
 
 
 def check(trial: Trial) -> list[Finding] | None:
@@ -98,10 +98,10 @@ def _rules(done: GraphExecution, at: Replay) -> list[Finding]:
 
 
 def _plans(at: Replay) -> list[Finding]:
-    """Each captured run must follow a plan of this batch, or of one with its lengths: no plan knows more of a batch."""
+    """Each captured run must follow a plan of this batch, or of one with as many pages: it knows no more."""
     for captured in at.calls:
         plan = captured.plan
-        if plan is not None and plan.at.batch != at.step and not _same_lengths(plan, captured.attended):
+        if plan is not None and plan.at.batch != at.step and not _same_pages(plan, captured.attended):
             when = f"step {plan.at.batch}" if plan.at.batch >= 0 else "the capture"
             message = (
                 f"{at.how}: {captured.call.name} executes the plan of {when}: "
@@ -111,15 +111,15 @@ def _plans(at: Replay) -> list[Finding]:
     return []
 
 
-def _same_lengths(plan: Call, read: Attended) -> bool:
-    """Whether a FlashInfer plan was made for requests of the lengths that were read."""
-    given = [plan.arguments.get(names[0], plan.arguments.get(names[1])) for names in _LENGTHS]
-    arrays = [g.values for g in given if isinstance(g, TensorRecord) and g.values is not None]
-    if len(arrays) < len(_LENGTHS) or len(arrays[0]) != len(arrays[1]) + 1:
+def _same_pages(plan: Call, read: Attended) -> bool:
+    """Whether a FlashInfer plan was made for requests of as many pages as were read: work is cut by whole pages.
+
+    What fa3's plan holds beside them, lengths, shows in what is read.
+    """
+    given = next((plan.arguments[name] for name in _INDPTR if name in plan.arguments), None)
+    if not isinstance(given, TensorRecord) or given.values is None:
         return False
-    pages, last = np.diff(arrays[0]), arrays[1]
-    lengths = np.where(pages > 0, (pages - 1) * read.page_size + last, 0)
-    return lengths.tolist() == [len(span.slots) for span in read.spans]
+    return np.diff(given.values).tolist() == [-(-len(span.slots) // read.page_size) for span in read.spans]
 
 
 def _memory(at: Replay) -> list[Finding]:
@@ -181,7 +181,8 @@ def _tensors(trial: Trial, done: GraphExecution, at: Replay, layer: int) -> Laye
 def _plainly(real: list[tuple[Attended, ReadSpan]], slots: tuple[np.ndarray, ...]) -> bool:
     """The usual case, quickly: one span a request, with its slots in order."""
     return len(real) == len(slots) and all(
-        span.rows.tolist() == [row]
+        span.heads is None
+        and span.rows.tolist() == [row]
         and np.array_equal(span.k_slots, own)
         and np.array_equal(span.v_slots, own)
         for row, ((_, span), own) in enumerate(zip(real, slots, strict=True))

@@ -8,6 +8,7 @@ case asks, the arrays are compared with what they must be, and the first wrong o
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -125,26 +126,50 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
     if wrong is None or doubtful([span for _, span in decoded], tensors.step.num_rows):
         return found
     request, message = wrong
-    whole = calls if len(calls) == 1 else []  # where several share a layer's work, no array is as for one
+    whole = calls if len(calls) == 1 and _is_of_whole_batch(decoded, tensors, mask) else []
     fields = [
         field.finding(NAME, step, layer)
         for call in whole
         for field in wrong_fields(trial.case, tensors, _plan_of(trial, call), call, _page_size(call))
     ]
-    found += _wrong_window(calls, mask, step, layer)
+    found += _wrong_window(decoded, calls[0].name, mask, step, layer)
     return [*found, *fields, Finding(check=NAME, step=step, layer=layer, request=request, message=message)]
 
 
-def _wrong_window(calls: list[Call], mask: Mask, step: int, layer: int) -> list[Finding]:
-    """The first window that is not the layer's, of calls whose rows see other keys than they must."""
-    for call in calls:
-        attended = call.attended
-        if attended is None or attended.custom is not None or mask.custom is not None:
+def _is_of_whole_batch(decoded: list[tuple[Attended, ReadSpan]], tensors: StepTensors, mask: Mask) -> bool:
+    """Whether the arrays of a call can be held against those of the whole batch, entry by entry.
+
+    Not where rows are parts of rows or of requests, nor where a page table that is cut to a window gives every row as
+    many keys as it must see: other ids are wrong there, no length.
+    """
+    spans = [(attended, span) for attended, span in decoded if span.num_rows]
+    asked = [r for r in range(len(tensors.step.requests)) if tensors.step.requests[r].qo_len]
+    if len(spans) > len(asked) or any(span.heads is not None for _, span in spans):
+        return False
+    if mask.window is None or len(spans) != len(asked):
+        return True
+    cut = False
+    for request, (attended, span) in zip(asked, spans, strict=True):
+        r = tensors.step.requests[request]
+        cut |= len(span.k_slots) < r.kv_len
+        want = visible(r.qo_len, r.kv_len, mask).sum(dim=1).numpy()
+        if not np.array_equal(visible_keys(attended, span).sum(axis=1), want):
+            return True
+    return not cut
+
+
+def _wrong_window(
+    decoded: list[tuple[Attended, ReadSpan]], name: str, mask: Mask, step: int, layer: int
+) -> list[Finding]:
+    """The first window that is not the layer's, and by which a row sees other keys than by that one."""
+    for attended, span in decoded:
+        if attended.custom is not None or mask.custom is not None:
             continue
         seen = attended.window_left + 1 if attended.window_left >= 0 else None
-        if seen != mask.window:
+        asked = replace(attended, window_left=-1 if mask.window is None else mask.window - 1)
+        if not np.array_equal(visible_keys(attended, span), visible_keys(asked, span)):
             given, wanted = (keys or "none" for keys in (seen, mask.window))
-            message = f"the window of {call.name} is {given}, must be {wanted} (keys, the row's own counted)"
+            message = f"the window of {name} is {given}, must be {wanted} (keys, the row's own counted)"
             return [Finding(check=NAME, step=step, layer=layer, field="window", message=message)]
     return []
 
@@ -192,7 +217,7 @@ def _as_asked(
     """The usual case, quickly: one span a request, its slots in order, the mask as asked."""
     asked = [r for r in range(len(tensors.step.requests)) if tensors.step.requests[r].qo_len]
     spans = [(attended, span) for attended, span in decoded if span.num_rows]
-    if len(asked) != len(spans):
+    if len(asked) != len(spans) or any(span.heads is not None for _, span in spans):
         return False
     row = 0
     for request, (attended, span) in zip(asked, spans, strict=True):

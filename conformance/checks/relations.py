@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from conformance.checks.stepwise import found_by
-from conformance.checks.values import failure_finding
+from conformance.checks.values import budget_of, failure_finding
 from conformance.compare import Wrong, elements
 from conformance.execution import LayerRun
 from conformance.outcome import Finding
@@ -81,4 +81,4 @@ def _wrong(trial: Trial, handed: LayerRun, rows: np.ndarray, layer: int) -> Wron
     got, state = handed.values.double().numpy(), answer.state
     if surely_within(got, want, dtype=handed.values.dtype, max_score=state.max_score, max_v=state.max_v):
         return None
-    return elements(got, want, np.asarray(trial.question.budget(0, layer).max_abs)[rows])
+    return elements(got, want, np.asarray(budget_of(trial, 0, layer).max_abs)[rows])

@@ -1,7 +1,8 @@
 """session: every step of a session gives what a new backend gives for it: what went before changes nothing.
 
 Where another check finds a fault in a step, that step is put to a new backend, over the same pages and the same values.
-If it is right there, the fault is one of history: something of an earlier step has stuck, or got lost.
+If nothing is wrong with it there, the fault is one of history: something of an earlier step has stuck, or got lost. One
+fault may fail other checks there than here, by the garbage that it reads: then it is the step's own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def check(trial: Trial) -> list[Finding] | None:
             continue
         if step not in fresh:
             fresh[step] = _alone(trial, step)
-        if not found_by(fresh[step], name):
+        if not any(found_by(fresh[step], other) for other in STEPWISE):
             of_history.setdefault(step, []).append(name)
     return [_finding(step, names) for step, names in sorted(of_history.items())]
 

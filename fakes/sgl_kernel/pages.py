@@ -46,8 +46,9 @@ def paged_slots(
     name: str,
     lens_name: str,
     rows: np.ndarray | None = None,
+    appended: str = "",
 ) -> Keys:
-    """Keys in pages. `rows`: the table row of each request, where it is not its own.
+    """Keys in pages. `rows`: the table row of each request, where it is not its own. `appended`: words behind a length.
 
     Columns past a request's pages are not read. A request with more pages than columns reads on in memory.
     """
@@ -64,7 +65,7 @@ def paged_slots(
             find(
                 f"{rule}.{name}.narrow",
                 name,
-                f"{lens_name}[{index}] is {lens[index]}, which takes {needed[index]} pages of {page_size}; "
+                f"{lens_name}[{index}] is {lens[index]}{appended}, which takes {needed[index]} pages of {page_size}; "
                 f"{name} has {width} columns: the rest is read from behind the row",
                 index,
             )

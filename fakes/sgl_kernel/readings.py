@@ -123,6 +123,7 @@ def _paged(args: Forward, table: torch.Tensor, lens: np.ndarray) -> Keys:
         name="page_table",
         lens_name=args.lens_name,
         rows=rows,
+        appended="" if args.k_new is None else " with what is appended",
     )
 
 
