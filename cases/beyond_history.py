@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases.batches import decode, step
+from cases.batches import decode, shared, step
 from cases.beyond_kernels import SEED
 from cases.model import Case, Request, Step
 
@@ -34,6 +34,14 @@ BEYOND_HISTORY: dict[str, tuple[Case, str]] = {
             Step((Request(2, 1, 1),), "decode", "decode", finished=(0,)),
         ),
         "another request, in the row and with the lengths of the one before, in other pages",
+    ),
+    "shared_prefix_then_none": (
+        Case(
+            (shared("decode", 3, [(5, 1), (4, 1)]), decode(6, 5, first_uid=2)),
+            seed=SEED,
+            placement="scattered",
+        ),
+        "as many requests as before with as many tokens, and no prefix that they share",
     ),
     "back_with_as_many_pages": (
         _session(

@@ -23,7 +23,7 @@ Layout = Literal["NHD", "HND"]
 Phase = Literal["prefill", "decode"]
 Kind = Literal["prefill", "chunked", "decode", "mixed", "verify", "draft_extend"]
 Placement = Literal["sequential", "reversed", "scattered"]
-ValueKind = Literal["needles", "zero_q", "constant_v", "one_hot_v", "extreme", "random"]
+ValueKind = Literal["needles", "zero_q", "constant_v", "one_hot_v", "extreme", "low", "random"]
 
 MAX_LEN = 1 << 20
 """Longest `kv_len` that a case may ask for, in tokens."""

@@ -67,7 +67,7 @@ COMMON = {
     "dtype": ["float16", "bfloat16", "float32"],
     "placement": ["sequential", "reversed", "scattered"],
     "requests": [1, 2, 3, 4, 5, 6, 7, 8],
-    "values": ["needles", "zero_q", "constant_v", "one_hot_v", "extreme", "random"],
+    "values": ["needles", "zero_q", "constant_v", "one_hot_v", "extreme", "low", "random"],
     "kv_len": [
         "1",
         "P-1",

@@ -115,8 +115,18 @@ def test_kinds_are_what_they_say(dtype: DType) -> None:
     assert extreme.q.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", get_args(DType))
+def test_low_scores_rise_with_the_position_and_stay_above_the_libraries_sentinels(dtype: DType) -> None:
+    case = Case((Step((Request(130, 3),)),), heads=HEADS, dtype=dtype, values="low", sm_scale=1.0)
+    t = tensors(case)
+    scores = torch.einsum("lrhd,lkhd->lrhk", t.q.double(), t.k_all.double().repeat_interleave(2, 2))
+    assert scores.max() < -1.5e4
+    assert scores.min() * 1.4427 > -5e4
+    assert (scores[..., :64].diff() > 100).all()
+
+
 @pytest.mark.parametrize("head_dim", [1, 64])
-@pytest.mark.parametrize("kind", ["needles", "extreme"])
+@pytest.mark.parametrize("kind", ["needles", "extreme", "low"])
 def test_queries_are_finite_at_the_ends_of_the_scales(head_dim: int, kind: ValueKind) -> None:
     for scale in (MIN_SCALE, MAX_SCALE):
         for seed in range(8):

@@ -16,6 +16,11 @@ from cases import noise
 from cases.model import AnyRequest, Case, Mask, Step
 
 _EXTREME_SCORE = 300.0
+_LOW_PRODUCT = 16384
+"""-q . k of the highest "low" key at most; the lowest has twice that. Decode kernels of FlashInfer 0.6.6 begin with
+-50000 as the largest score in base 2: with a scale of 1, -32768 is -47274 there."""
+_LOW_STEPS = 64
+"""Positions after which "low" keys begin anew."""
 _LARGEST = np.float32(65504)
 """Of float16: a small scale would have a query go beyond it."""
 _LEAST_NORM = np.float32(1e-30)
@@ -63,7 +68,11 @@ def keys_and_values(case: Case, tokens: TokenIds) -> tuple[np.ndarray, np.ndarra
     layers = np.arange(case.num_layers)[:, None]
     token = noise.key(case.seed, tokens.uid, tokens.position)
     shape = (case.num_layers, len(tokens.uid), heads.num_kv_heads)
-    k = noise.rows(noise.salted(token, 4 * layers + 1), heads.num_kv_heads * heads.head_dim_qk)
+    if case.values == "low":
+        k = _signs(case)[:, None] * (2 - tokens.position % _LOW_STEPS / _LOW_STEPS)[:, None, None]
+        k = k.astype(np.float32)
+    else:
+        k = noise.rows(noise.salted(token, 4 * layers + 1), heads.num_kv_heads * heads.head_dim_qk)
     if case.values == "constant_v":
         v = np.ones((*shape, heads.head_dim_vo), dtype=np.float32)
         v *= (1 + layers[..., None, None]).astype(np.float32)
@@ -73,6 +82,14 @@ def keys_and_values(case: Case, tokens: TokenIds) -> tuple[np.ndarray, np.ndarra
     else:
         v = noise.rows(noise.salted(token, 4 * layers + 2), heads.num_kv_heads * heads.head_dim_vo)
     return k.reshape(*shape, heads.head_dim_qk), v.reshape(*shape, heads.head_dim_vo)
+
+
+def _signs(case: Case) -> np.ndarray:
+    """Where all "low" keys of a head point: 1 and -1, `[layers, num_kv_heads, head_dim_qk]`."""
+    salt = 4 * np.arange(case.num_layers) + 3
+    shape = (case.num_layers, case.heads.num_kv_heads, case.heads.head_dim_qk)
+    numbers = noise.rows(noise.salted(noise.key(case.seed), salt), shape[1] * shape[2])
+    return np.where(numbers < 0, -1.0, 1.0).reshape(shape)
 
 
 class RowIds:
@@ -101,9 +118,15 @@ def _queries(case: Case, mask: Mask, step: Step, tokens: TokenIds, rows: RowIds,
     shape = (case.num_layers, len(rows.request), heads.num_qo_heads, heads.head_dim_qk)
     if case.values == "zero_q" or not len(tokens.uid) or not len(rows.request):
         return np.zeros(shape, dtype=np.float32)
-    uid = np.array([r.uid for r in step.requests], dtype=np.int64)[rows.request]
     layers = np.arange(case.num_layers)[:, None, None]
     head = np.arange(heads.num_qo_heads)
+    if case.values == "low":
+        size = (
+            1 << (_LOW_PRODUCT // heads.head_dim_qk).bit_length() - 1
+        )  # a power of two: float32 sums are exact
+        aimed = _signs(case)[:, head // heads.group_size] * -size
+        return np.broadcast_to(aimed[:, None], shape).astype(np.float32)
+    uid = np.array([r.uid for r in step.requests], dtype=np.int64)[rows.request]
     who = noise.salted(noise.key(case.seed, uid, rows.position + (1 << 32))[:, None], 8192 * layers + head)
     if case.values == "random":
         return noise.rows(who, heads.head_dim_qk)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from reference import (
     low_precision,
     lse_budget,
     paged_attention,
+    widest,
 )
 
 
@@ -106,7 +108,7 @@ class Question:
         t, batch = self.tensors.steps[step], self._batch(self.tensors.steps[step], layer)
         q, k, v = (x[layer].to(device) for x in (t.q, t.k_all, t.v_all))
         state = paged_attention(q, k, v, **batch)
-        budgets = self._budgets_of(step, state, low_precision(q, k, v, dtype=t.q.dtype, **batch))
+        budgets = self._budgets_of(step, state, _twins(q, k, v, batch))
         self._budgets[step, layer] = Budgets(*(_on_host(budget) for budget in budgets))
         state = state._replace(out=state.out.cpu(), lse=state.lse.cpu())
         self._answers[step, layer] = Answer(state, exact_tolerance(state.max_score, state.max_v))
@@ -136,25 +138,39 @@ class Question:
         state = self.answer(step, layer).state
         if (step, layer) not in self._budgets:
             t = self.tensors.steps[step]
-            twin = low_precision(
-                t.q[layer], t.k_all[layer], t.v_all[layer], dtype=t.q.dtype, **self._batch(t, layer)
-            )
-            self._budgets[step, layer] = self._budgets_of(step, state, twin)
+            twins = _twins(t.q[layer], t.k_all[layer], t.v_all[layer], self._batch(t, layer))
+            self._budgets[step, layer] = self._budgets_of(step, state, twins)
         return self._budgets[step, layer]
 
-    def _budgets_of(self, step: int, state: AttentionState, twin: AttentionState) -> Budgets:
+    def _budgets_of(self, step: int, state: AttentionState, twins: Iterable[AttentionState]) -> Budgets:
         score, dtype = state.max_score, getattr(torch, self.case.dtype)
         num_keys = max(self.step(step).step.kv_lens, default=0)
         tanh = fast_tanh_error(self.case.mask.soft_cap, score) if _gpu is not None else 0.0
-        return Budgets(
-            error_budget(state, twin, dtype=dtype, max_score=score, max_v=state.max_v).wider(
-                2.0 * tanh * state.max_v
-            ),
-            lse_budget(state, twin, dtype=dtype, max_score=score, num_keys=num_keys).wider(tanh),
-        )
+        found = [
+            Budgets(
+                error_budget(state, twin, dtype=dtype, max_score=score, max_v=state.max_v),
+                lse_budget(state, twin, dtype=dtype, max_score=score, num_keys=num_keys),
+            )
+            for twin in twins
+        ]
+        out, lse = (reduce(widest, budgets) for budgets in zip(*found, strict=True))
+        return Budgets(out.wider(2.0 * tanh * state.max_v), lse.wider(tanh))
 
     def step(self, step: int) -> StepTensors:
         return self.tensors.steps[step]
+
+
+def _twins(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: dict[str, Any]
+) -> Iterator[AttentionState]:
+    """One computation in the case's own precision, and another where the scale is multiplied into q before: that rounds
+    q once more, but by a power of two."""
+    yield low_precision(q, k, v, dtype=q.dtype, **batch)
+    if math.frexp(batch["scale"])[0] != 0.5:
+        scaled = (q.float() * batch["scale"]).to(q.dtype)
+        if scaled.isfinite().all():
+            unscaled: dict[str, Any] = batch | {"scale": 1.0}
+            yield low_precision(scaled, k, v, dtype=q.dtype, **unscaled)
 
 
 def _on_host(budget: Budget) -> Budget:

@@ -129,11 +129,11 @@ class ByChunks(_Parts):
     def _by_parts(self, q: torch.Tensor, layer_id: int, metadata: FAMetadata) -> Any:
         import sgl_kernel  # pyright: ignore[reportMissingImports]
 
-        merge = cast("Any", sgl_kernel).merge_state_v2
+        self.merge = cast("Any", sgl_kernel).merge_state_v2
         if metadata.max_seqlen_q > 1 or self.page_size > 1:
             return self._call(q, layer_id, metadata)
         out = lse = cast("Any", None)
-        for first in range(0, metadata.max_seqlen_k, 4):
+        for first in self._chunks(range(0, metadata.max_seqlen_k, 4)):
             given = {
                 "page_table": metadata.page_table[:, first : first + 4].contiguous(),
                 "cache_seqlens": (metadata.cache_seqlens - first).clamp(0, 4),
@@ -141,8 +141,26 @@ class ByChunks(_Parts):
             }
             part, its_lse, *_ = self._call(q, layer_id, metadata, **given)
             its_lse = its_lse.T.contiguous()
-            out, lse = (part, its_lse) if out is None else merge(out, lse, part, its_lse)
+            out, lse = (part, its_lse) if out is None else self._merged(out, lse, part, its_lse)
         return out, lse.T
+
+    def _chunks(self, chunks: range) -> range:
+        return chunks
+
+    def _merged(self, *states: torch.Tensor) -> Any:
+        return self.merge(*states)
+
+
+class IntoTheLast(ByChunks):
+    """The latest keys first, and what is merged goes where the first state stood: 16 bits may hold the same."""
+
+    def _chunks(self, chunks: range) -> range:
+        return chunks[::-1]
+
+    def _merged(self, *states: torch.Tensor) -> Any:
+        out, lse, *_ = states
+        merged, merged_lse = self.merge(*states)
+        return out.copy_(merged), lse.copy_(merged_lse)
 
 
 class CutToWindow(_Parts):
@@ -265,6 +283,7 @@ RIGHT: dict[type[Any], tuple[Case, ...]] = {
     ScaledQueries: (GROUPED, WIDE, replace(WIDE, values="extreme")),
     WarmsUp: (GROUPED,),
     ByChunks: tuple(replace(LONG, seed=seed) for seed in range(12)),
+    IntoTheLast: (Case((decode(63),), heads=Heads(1, 1, 256, 256), values="low"),),
     CutToWindow: (WINDOW, GROUPED),
     Appends: (GROUPED, WINDOW),
     KeepsPlanWithinPage: (WITHIN_PAGE,),

@@ -10,6 +10,7 @@ from reference.budget import (
     fast_tanh_error,
     lse_budget,
     surely_within,
+    widest,
 )
 from reference.masks import visible
 from reference.state import AttentionState
@@ -28,4 +29,5 @@ __all__ = [
     "paged_attention",
     "surely_within",
     "visible",
+    "widest",
 ]

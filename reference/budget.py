@@ -41,6 +41,12 @@ class Budget(NamedTuple):
         return Budget(self.max_abs + by, self.mean_abs + by)
 
 
+def widest(a: Budget, b: Budget) -> Budget:
+    """What either of two budgets for the same tensor allows."""
+    max_abs = torch.maximum(torch.as_tensor(a.max_abs), torch.as_tensor(b.max_abs))
+    return Budget(max_abs, max(a.mean_abs, b.mean_abs))
+
+
 class Excess(NamedTuple):
     """A result against its budget.
 

@@ -204,11 +204,13 @@ def wrong_factors(
             message = f"{how}{field} is {got:.6g}, must be {want:.6g}"
             found.append(Finding(check=check, step=step, layer=layer, field=field, message=message))
     if not math.isclose(attended.soft_cap, case.mask.soft_cap or 0.0, rel_tol=1e-6):
-        message = (
-            f"{how}the soft cap is {attended.soft_cap or 'none'}, must be {case.mask.soft_cap or 'none'}"
-        )
+        message = f"{how}the soft cap is {_cap(attended.soft_cap)}, must be {_cap(case.mask.soft_cap or 0.0)}"
         found.append(Finding(check=check, step=step, layer=layer, field="soft_cap", message=message))
     return found
+
+
+def _cap(soft_cap: float) -> str:
+    return f"{soft_cap:.6g}" if soft_cap else "none"
 
 
 def _as_asked(

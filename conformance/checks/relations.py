@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from conformance.checks.stepwise import found_by
-from conformance.checks.values import budget_of, failure_finding
+from conformance.checks.values import budget_of, failure_finding, merges_in
 from conformance.compare import Wrong, elements
 from conformance.execution import LayerRun
 from conformance.outcome import Finding
@@ -75,7 +75,9 @@ def _wrong(trial: Trial, handed: LayerRun, rows: np.ndarray, layer: int) -> Wron
     answer = trial.answer(0, layer)
     want = answer.state.out.numpy()[rows]
     if handed.exact is not None:
-        return elements(handed.exact, want, answer.exact_tolerance)
+        wrong = elements(handed.exact, want, answer.exact_tolerance)
+        if wrong is None or not merges_in(trial, 0, layer):
+            return wrong
     if handed.values is None:
         return None
     got, state = handed.values.double().numpy(), answer.state

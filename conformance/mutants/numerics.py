@@ -54,6 +54,24 @@ def _(cls: type[Any]) -> type[Any]:
 
 
 @mutant(
+    "finite_mask",
+    base="torch",
+    check="values",
+    why="hidden scores become -1000, which is above some that are seen",
+    issue="flashinfer#4450",
+    alone=True,
+)
+def _(cls: type[Any]) -> type[Any]:
+    def attend(self: Any, q: Any, k: Any, v: Any) -> torch.Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = torch.einsum("rhd,khd->hrk", q, k) * self.engine.scale
+        weights = scores.masked_fill(~_causal(q, k), -1000.0).softmax(dim=-1)
+        return torch.einsum("hrk,khd->rhd", weights, v)
+
+    return _attends(cls, attend)
+
+
+@mutant(
     "gqa_interleaved",
     base="torch",
     check="values",
