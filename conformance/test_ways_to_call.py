@@ -283,7 +283,7 @@ RIGHT: dict[type[Any], tuple[Case, ...]] = {
     ScaledQueries: (GROUPED, WIDE, replace(WIDE, values="extreme")),
     WarmsUp: (GROUPED,),
     ByChunks: tuple(replace(LONG, seed=seed) for seed in range(12)),
-    IntoTheLast: (Case((decode(63),), heads=Heads(1, 1, 256, 256), values="low"),),
+    IntoTheLast: (Case((decode(61),), heads=Heads(1, 1, 256, 256), values="low"),),
     CutToWindow: (WINDOW, GROUPED),
     Appends: (GROUPED, WINDOW),
     KeepsPlanWithinPage: (WITHIN_PAGE,),
