@@ -100,7 +100,7 @@ class GroupsAsRows(_Parts):
         packed = q.view(rows, kv_heads, group, dim).transpose(1, 2).reshape(-1, kv_heads, dim)
         given = {"cu_seqlens_q": metadata.cu_seqlens_q * group, "max_seqlen_q": group, "causal": False}
         out, lse, *_ = self._call(packed, layer_id, metadata, **given)
-        out = out.view(rows, group, kv_heads, dim).transpose(1, 2).reshape(rows, heads, dim)
+        out = out.view(rows, group, kv_heads, -1).transpose(1, 2).reshape(rows, heads, -1)
         return out, lse.view(kv_heads, rows, group).transpose(1, 2).reshape(heads, rows)
 
 
@@ -279,7 +279,11 @@ WITHIN_PAGE = Case(
 
 RIGHT: dict[type[Any], tuple[Case, ...]] = {
     HeadByHead: (GROUPED, WIDE),
-    GroupsAsRows: (GROUPED, WIDE, Case((decode(1),), heads=Heads(2, 1))),
+    GroupsAsRows: (
+        GROUPED,
+        replace(GROUPED, heads=Heads(2, 1, 192, 128)),
+        Case((decode(1),), heads=Heads(2, 1)),
+    ),
     ScaledQueries: (GROUPED, WIDE, replace(WIDE, values="extreme")),
     WarmsUp: (GROUPED,),
     ByChunks: tuple(replace(LONG, seed=seed) for seed in range(12)),
