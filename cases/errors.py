@@ -16,6 +16,10 @@ _CONSEQUENCES = {"too_short", "missing"}
 """Errors that often follow from another one: an item that is wrong is missing in its array as well."""
 
 
+_LONGEST_NAME = 255
+"""Of a file: what is longer was never one."""
+
+
 class CaseError(ValueError):
     """Bad input. Its text names the file (if any), the place and the rule."""
 
@@ -25,7 +29,9 @@ def read_text(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise CaseError(f"{path}: cannot be read ({error.strerror})") from None
+        name = str(path)
+        shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+        raise CaseError(f"{shown}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise CaseError(f"{path}: is not UTF-8 text") from None
 

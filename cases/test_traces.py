@@ -49,7 +49,7 @@ BAD = {
     HEADER + "2025-03-01 09:30:00,5,6\nnever,5,6\n": ":3: TIMESTAMP must be a date and time, got 'never'",
     HEADER + "2025-03-01 09:30:00,5.5,6\n": ":2: ContextTokens must be a whole number, got '5.5'",
     HEADER + "2025-03-01 09:30:00,0,6\n": ":2: ContextTokens must be at least 1, got 0",
-    HEADER + "2025-03-01 09:30:00,5,-1\n": ":2: GeneratedTokens must be a whole number, got '-1'",
+    HEADER + "2025-03-01 09:30:00,5,-1\n": ":2: GeneratedTokens must be at least 0, got -1",
     HEADER + "2025-03-01 09:30:00,5\n": ":2: has 2 cells, the header 3",
     GOOD + "{": ":2: is not JSON: Expecting property name enclosed in double quotes at column 2",
     GOOD + "[1]\n": ":2: must be an object, got [1]",

@@ -112,7 +112,7 @@ def _shown(value: object) -> str:
 
 
 def _cell(where: str, name: str, text: str, least: int) -> int:
-    if not text.isascii() or not text.isdigit():
+    if not text.isascii() or not text.removeprefix("-").isdigit():
         raise CaseError(f"{where}: {name} must be a whole number, got {_shown(text)}")
     if len(text) > _DIGITS:
         raise CaseError(f"{where}: {name} must have at most {_DIGITS} digits, got {len(text)}")

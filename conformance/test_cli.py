@@ -206,6 +206,7 @@ def test_wrong_cases_are_told_so(capsys: pytest.CaptureFixture[str], here: Path)
 
     assert said('{"steps":') == "case: is not JSON: expecting value at line 1, column 10"
     assert said("none.json") == "none.json: cannot be read (No such file or directory)"
+    assert said("[" * 5000) == "[" * 255 + "...: cannot be read (File name too long)"
     assert said('{"steps":[{"requests":[{"extend_len":0}]}]}') == (
         "case: steps[0].requests[0].extend_len must be at least 1, got 0"
     )

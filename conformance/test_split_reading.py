@@ -58,6 +58,16 @@ class Dropped(Split):
     drop = 1
 
 
+class BreaksOff(Split):
+    """The second of two calls is refused: for its q, not for its arrays."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: Batch
+    ) -> torch.Tensor:
+        self.ragged.run(q, k, v)
+        return super().forward(q.to("cpu"), k, v, layer_id, batch)
+
+
 class NewTokensAlone(Split):
     """Leaves the prefix out."""
 
@@ -91,3 +101,10 @@ def test_a_prefix_that_no_call_reads_is_said_so() -> None:
     assert found == {
         "kv_indptr counts the new tokens alone, and no other call reads what request 0 has cached"
     }
+
+
+def test_no_array_of_a_part_is_blamed_where_it_is_refused() -> None:
+    with Session([BreaksOff], device_sim="light") as session:
+        verdict = examine(Question(PREFIX_HIT), session.askers[0])
+    assert verdict.failed == {"values"}
+    assert "forward raised" in verdict.findings[0].message

@@ -62,6 +62,8 @@ def _of_refused_call(trial: Trial) -> list[Finding]:
     calls = [c for c in trial.first.calls(failure.step) if c.op in ("plan", "attend")]
     if not calls or calls[-1].attended is not None or calls[-1].at.layer != failure.layer:
         return []
+    if any(c.attended is not None and c.at.layer == failure.layer for c in calls):
+        return []  # the last of several calls that share the layer's work: its arrays are of a part
     call, tensors = calls[-1], trial.question.step(failure.step)
     layer = failure.layer if failure.layer >= 0 else None
     return [

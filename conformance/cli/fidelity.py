@@ -171,6 +171,7 @@ def _observe(
 
 
 def _foreseen(drawn: list[LibraryCall], versions: Mapping[str, str]) -> Foreseen:
+    print(f"asking the fakes which of {len(drawn)} calls may crash", file=sys.stderr, flush=True)
     return run.observe_fakes(drawn, _nearest(versions), rules=False).calls
 
 

@@ -19,7 +19,7 @@ def engine_path(folder: str) -> str:
     try:
         look_in(folder)
     except BackendError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--engine-path ")) from None
     return folder
 
 
