@@ -121,10 +121,8 @@ def _queries(case: Case, mask: Mask, step: Step, tokens: TokenIds, rows: RowIds,
     layers = np.arange(case.num_layers)[:, None, None]
     head = np.arange(heads.num_qo_heads)
     if case.values == "low":
-        size = (
-            1 << (_LOW_PRODUCT // heads.head_dim_qk).bit_length() - 1
-        )  # a power of two: float32 sums are exact
-        aimed = _signs(case)[:, head // heads.group_size] * -size
+        bits = (_LOW_PRODUCT // heads.head_dim_qk).bit_length() - 1  # a power of two: float32 sums are exact
+        aimed = _signs(case)[:, head // heads.group_size] * -(1 << bits)
         return np.broadcast_to(aimed[:, None], shape).astype(np.float32)
     uid = np.array([r.uid for r in step.requests], dtype=np.int64)[rows.request]
     who = noise.salted(noise.key(case.seed, uid, rows.position + (1 << 32))[:, None], 8192 * layers + head)

@@ -60,6 +60,14 @@ class LseIsDoubled(Plain):
         return out, lse * 2
 
 
+class ForwardBreaksOffAtOnce(LseIsDoubled):
+    def prepare_metadata(self, batch: Any) -> None:
+        super().prepare_metadata(batch)
+        self.prepared: int = getattr(self, "prepared", 0) + 1
+        if self.prepared == 1:
+            raise RuntimeError("not yet")
+
+
 class NothingTheSecondTime(Plain):
     capabilities = replace(Plain.capabilities, lse=None)
 
@@ -92,9 +100,9 @@ class CannotBeSaid(Plain):
         raise SilentError
 
 
-def asked(backend: type, seed: int) -> Verdict:
+def asked(backend: type, seed: int, batches: int = 1) -> Verdict:
     requests = (Request(0, 3), Request(2, 1, uid=1))
-    case = Case(steps=(Step(requests=requests),), seed=seed)
+    case = Case(steps=(Step(requests=requests),) * batches, seed=seed)
     with Session([f"{__name__}:{backend.__name__}"]) as session:
         asker = session.askers[0]
         assert isinstance(asker, Asker)
@@ -140,3 +148,8 @@ def test_the_method_that_differs_is_named() -> None:
     ):
         backend = ForwardIsDoubled if seed == 0 else ForwardWithLseIsDoubled
         assert asked(backend, seed).findings[0].message.startswith(said)
+
+
+def test_an_lse_is_judged_where_the_other_method_broke_off_before() -> None:
+    findings = asked(ForwardBreaksOffAtOnce, SEEDS["forward"], batches=2).findings
+    assert {"values", "lse"} <= {f.check for f in findings}

@@ -87,9 +87,10 @@ def _twins_know(trial: Trial, step: int, layer: int) -> bool:
 def _queries_anew(trial: Trial, step: int, layer: int) -> bool:
     """Whether a library was given queries that the backend computed: with the scale in them, say."""
     attended = [c.attended for c in trial.first.calls(step) if c.at.layer == layer]
-    if layer >= len(trial.first.steps[step].layers):
-        return False
-    handed, pool = trial.first.steps[step].layers[layer], trial.pool
+    layers = trial.first.steps[step].layers if step < len(trial.first.steps) else []
+    if layer >= len(layers):
+        return False  # the first execution broke off before
+    handed, pool = layers[layer], trial.pool
     tensors = trial.question.step(step)
     at = LayerTensors(trial.case, tensors, layer, handed, pool.k_cache(layer), pool.v_cache(layer))
     return any(computed_anew(a, at)[0] for a in attended if a is not None)

@@ -134,7 +134,7 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
         for call in whole
         for field in wrong_fields(trial.case, tensors, _plan_of(trial, call), call, _page_size(call))
     ]
-    found += _wrong_window(decoded, calls[0].name, mask, step, layer)
+    found += _wrong_window(calls, decoded, mask, step, layer)
     return [*found, *fields, Finding(check=NAME, step=step, layer=layer, request=request, message=message)]
 
 
@@ -161,7 +161,7 @@ def _is_of_whole_batch(decoded: list[tuple[Attended, ReadSpan]], tensors: StepTe
 
 
 def _wrong_window(
-    decoded: list[tuple[Attended, ReadSpan]], name: str, mask: Mask, step: int, layer: int
+    calls: list[Call], decoded: list[tuple[Attended, ReadSpan]], mask: Mask, step: int, layer: int
 ) -> list[Finding]:
     """The first window that is not the layer's, and by which a row sees other keys than by that one."""
     for attended, span in decoded:
@@ -171,6 +171,7 @@ def _wrong_window(
         asked = replace(attended, window_left=-1 if mask.window is None else mask.window - 1)
         if not np.array_equal(visible_keys(attended, span), visible_keys(asked, span)):
             given, wanted = (keys or "none" for keys in (seen, mask.window))
+            name = next(call.name for call in calls if call.attended is attended)
             message = f"the window of {name} is {given}, must be {wanted} (keys, the row's own counted)"
             return [Finding(check=NAME, step=step, layer=layer, field="window", message=message)]
     return []
