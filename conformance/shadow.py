@@ -23,9 +23,14 @@ class ShadowError(ValueError):
 def require_own_rooms() -> None:
     """Make sure that our package names lead to our packages.
 
+    An editable install is found by a hook of its own, behind everything on the path: there a mere folder of one of our
+    names, without an `__init__.py`, comes first. So our own home is put on the path.
+
     Raises:
         ShadowError: one leads elsewhere; the message names the folder and the remedy.
     """
+    if str(_HOME) not in sys.path:
+        sys.path.append(str(_HOME))
     for room in ROOMS:
         folder = _folder(room)
         if folder is None:

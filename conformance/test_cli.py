@@ -25,6 +25,7 @@ from conformance.campaign import Campaign
 from conformance.checks import CHECKS
 from conformance.outcome import Verdict
 from conformance.sweep import Asked, Sweep
+from conformance.version import own_version
 from fakes.cuda.full import build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -331,11 +332,11 @@ def test_interrupt_of_an_import_exits_130(here: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "conformance: interrupted\n")
 
 
-def run_python(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_python(*argv: str, cwd: Path, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *argv],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=120,
@@ -352,6 +353,18 @@ def test_folder_that_shadows_ours_is_named(here: Path) -> None:
         f"conformance: error: {here / 'cases'} shadows the package 'cases' of attention-conformance: "
         "run from another folder or rename yours\n"
     )
+
+
+@pytest.mark.skipif(
+    own_version() == "not installed", reason="it is found by PYTHONPATH, before any other folder"
+)
+def test_mere_folders_of_our_names_do_no_harm(here: Path) -> None:
+    for name in ("cases", "fakes"):
+        (here / name).mkdir()
+    code = "import sys; from conformance.__main__ import main; sys.exit(main(['backends']))"
+    done = run_python("-c", code, cwd=here, path="")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("torch ")
 
 
 def test_folder_that_ours_shadows_is_named(capsys: pytest.CaptureFixture[str], here: Path) -> None:
