@@ -153,6 +153,13 @@ def test_what_sglang_is_known_to_get_wrong_is_still_wrong(askers: dict[str, Aske
 
 
 @pytest.mark.engine
+def test_a_plan_that_raised_leaves_the_next_case_nothing(askers: dict[str, Asker]) -> None:
+    (raises,) = (w.case for w in askers[SGLANG[0]].spec.waivers if w.outcome == "raised")
+    assert _verdict(askers, SGLANG[0], raises).outcomes["graphs"] is Outcome.KNOWN
+    assert not _verdict(askers, SGLANG[0], DECODE).findings
+
+
+@pytest.mark.engine
 def test_a_length_that_sglang_loses_is_found(
     askers: dict[str, Asker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,9 @@ class SGLangBackend:
         max_requests = 4 * max(engine.max_batch, engine.page_table.shape[0])
         self.runner = ModelRunner(sg, engine, self.attention_backend, max_requests)
         module, name = self.backend_class
+        # A plan that raises leaves this set, and a server with it; here the next case is another server's.
+        flashinfer: Any = importlib.import_module("sglang.srt.layers.attention.flashinfer_backend")
+        flashinfer.global_override_indptr_cpu = None
         self.backend = _from(f"layers.attention.{module}", name)(self.runner)
         self.layers = attention_layers(sg, engine)
 
