@@ -185,6 +185,14 @@ class CutToWindow(_Parts):
         return self._call(q, layer_id, metadata)
 
 
+class NoWindowInGraphs(_Parts):
+    """What is captured reads all keys."""
+
+    def _by_parts(self, q: torch.Tensor, layer_id: int, metadata: FAMetadata) -> Any:
+        given = {"window_size": (-1, 0)} if torch.cuda.is_current_stream_capturing() else {}
+        return self._call(q, layer_id, metadata, **given)
+
+
 class CutFromTheFront(CutToWindow):
     from_the_front = True
 
@@ -346,3 +354,10 @@ def test_arrays_of_a_call_that_stores_are_those_of_before(
     found = [f.message for f in _found(asker(design), Case((decode(3),)))]
     assert all(any(part in message for message in found) for part in words), found
     assert len({message for message in found if "must be" in message}) == 1
+
+
+def test_a_window_that_a_graph_lacks_is_told_by_the_keys_it_reads(
+    asker: Callable[[type[Any]], Asker],
+) -> None:
+    (found, *_) = _found(asker(NoWindowInGraphs), Case((decode(3),), mask=Mask(window=2)), "graphs")
+    assert "row 0 (request 0, position 2) reads the key at position 0, which it must not see" in found.message

@@ -11,6 +11,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from cases.model import Mask
 from conformance import reading
 from conformance.checks import inputs, lse, pool, values
 from conformance.checks.metadata import wrong_factors
@@ -153,10 +154,12 @@ def _reads(trial: Trial, done: GraphExecution, at: Replay) -> list[Finding]:
         padding = [span for _, span in decoded if span.rows[0] >= count]
         if doubtful([span for _, span in real], count):
             continue
-        if calls and not _plainly(real, tensors.placed.slots):
-            wrong = reading.compare(trial.case, tensors, trial.case.mask.of_layer(layer), real)
+        mask = trial.case.mask.of_layer(layer)
+        if calls and not _plainly(real, tensors.placed.slots, mask):
+            wrong = reading.compare(trial.case, tensors, mask, real)
             if wrong is not None:
-                found += _fields(trial, at, calls)
+                whole = len(calls) == 1 and reading.of_whole_batch(real, tensors, mask)
+                found += _fields(trial, at, calls) if whole else []
                 request, message = wrong
                 message = f"{at.how}: {message}"
                 found.append(Finding(check=NAME, step=at.step, layer=layer, request=request, message=message))
@@ -178,14 +181,16 @@ def _tensors(trial: Trial, done: GraphExecution, at: Replay, layer: int) -> Laye
     return LayerTensors(trial.case, trial.question.step(at.step), layer, at.run.layers[layer], k_pool, v_pool)
 
 
-def _plainly(real: list[tuple[Attended, ReadSpan]], slots: tuple[np.ndarray, ...]) -> bool:
-    """The usual case, quickly: one span a request, with its slots in order."""
+def _plainly(real: list[tuple[Attended, ReadSpan]], slots: tuple[np.ndarray, ...], mask: Mask) -> bool:
+    """The usual case, quickly: one span a request, with its slots in order, all of which its row sees."""
     return len(real) == len(slots) and all(
         span.heads is None
+        and mask.window is None
+        and attended.window_left < 0
         and span.rows.tolist() == [row]
         and np.array_equal(span.k_slots, own)
         and np.array_equal(span.v_slots, own)
-        for row, ((_, span), own) in enumerate(zip(real, slots, strict=True))
+        for row, ((attended, span), own) in enumerate(zip(real, slots, strict=True))
     )
 
 

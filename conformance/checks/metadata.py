@@ -128,7 +128,7 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
     if wrong is None or doubtful([span for _, span in decoded], tensors.step.num_rows):
         return found
     request, message = wrong
-    whole = calls if len(calls) == 1 and _is_of_whole_batch(decoded, tensors, mask) else []
+    whole = calls if len(calls) == 1 and reading.of_whole_batch(decoded, tensors, mask) else []
     fields = [
         field.finding(NAME, step, layer)
         for call in whole
@@ -136,28 +136,6 @@ def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Ca
     ]
     found += _wrong_window(calls, decoded, mask, step, layer)
     return [*found, *fields, Finding(check=NAME, step=step, layer=layer, request=request, message=message)]
-
-
-def _is_of_whole_batch(decoded: list[tuple[Attended, ReadSpan]], tensors: StepTensors, mask: Mask) -> bool:
-    """Whether the arrays of a call can be held against those of the whole batch, entry by entry.
-
-    Not where rows are parts of rows or of requests, nor where a page table that is cut to a window gives every row as
-    many keys as it must see: other ids are wrong there, no length.
-    """
-    spans = [(attended, span) for attended, span in decoded if span.num_rows]
-    asked = [r for r in range(len(tensors.step.requests)) if tensors.step.requests[r].qo_len]
-    if len(spans) > len(asked) or any(span.heads is not None for _, span in spans):
-        return False
-    if mask.window is None or len(spans) != len(asked):
-        return True
-    cut = False
-    for request, (attended, span) in zip(asked, spans, strict=True):
-        r = tensors.step.requests[request]
-        cut |= len(span.k_slots) < r.kv_len
-        want = visible(r.qo_len, r.kv_len, mask).sum(dim=1).numpy()
-        if not np.array_equal(visible_keys(attended, span).sum(axis=1), want):
-            return True
-    return not cut
 
 
 def _wrong_window(
