@@ -197,10 +197,10 @@ class CutFromTheFront(CutToWindow):
     from_the_front = True
 
 
-class Appends(FlashAttentionBackend):
+class Appends(_Parts):
     """The kernel stores the new tokens: lengths are those of before."""
 
-    capabilities = replace(FlashAttentionBackend.capabilities, cuda_graph=False)
+    capabilities = replace(_Parts.capabilities, cuda_graph=False)
 
     def prepare_metadata(self, batch: Batch) -> None:
         super().prepare_metadata(batch)
@@ -218,25 +218,9 @@ class Appends(FlashAttentionBackend):
         *,
         return_softmax_lse: bool,
     ) -> Any:
-        metadata = batch.attn_metadata
-        call = cast("Any", self.flash_attn_with_kvcache)  # pyright: ignore[reportUnknownMemberType]
-        return call(
-            q=q,
-            k=k,
-            v=v,
-            k_cache=self.kv_pool.k_cache(layer_id),
-            v_cache=self.kv_pool.v_cache(layer_id),
-            page_table=metadata.page_table,
-            cache_seqlens=self.cached,
-            cu_seqlens_q=metadata.cu_seqlens_q,
-            cu_seqlens_k_new=self.new,
-            max_seqlen_q=metadata.max_seqlen_q,
-            softmax_scale=self.engine.scale,
-            causal=True,
-            window_size=window_size(self.engine.windows[layer_id], causal=True),
-            softcap=self.engine.soft_cap or 0.0,
-            return_softmax_lse=return_softmax_lse,
-        )
+        given = {"k": k, "v": v, "cache_seqlens": self.cached, "cu_seqlens_k_new": self.new}
+        assert isinstance(batch.attn_metadata, FAMetadata)
+        return self._call(q, layer_id, batch.attn_metadata, return_softmax_lse=return_softmax_lse, **given)
 
 
 class AppendsAfter(Appends):
