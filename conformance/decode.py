@@ -14,6 +14,8 @@ from cases.tensors import StepTensors
 from conformance.copies import UNKNOWN, Known, Source, keys_and_values, rows_in_order
 from conformance.engine import new_tokens
 from conformance.execution import LayerRun
+from conformance.pool import Pool
+from conformance.question import Question
 from fakes.recorder import Attended, Call, Span, storage_of
 
 OUTSIDE = -1
@@ -52,6 +54,12 @@ class LayerTensors:
     handed: LayerRun
     k_pool: torch.Tensor
     v_pool: torch.Tensor
+
+    @classmethod
+    def of(cls, question: Question, step: int, layer: int, handed: LayerRun, pool: Pool) -> LayerTensors:
+        """Of a question's step, with the pool that it ran on."""
+        k_pool, v_pool = pool.k_cache(layer), pool.v_cache(layer)
+        return cls(question.case, question.step(step), layer, handed, k_pool, v_pool)
 
     @property
     def ragged_slots(self) -> np.ndarray:

@@ -177,15 +177,15 @@ def _decoded(
 
 
 def _tensors(trial: Trial, done: GraphExecution, at: Replay, layer: int) -> LayerTensors:
-    k_pool, v_pool = done.pool.k_cache(layer), done.pool.v_cache(layer)
-    return LayerTensors(trial.case, trial.question.step(at.step), layer, at.run.layers[layer], k_pool, v_pool)
+    return LayerTensors.of(trial.question, at.step, layer, at.run.layers[layer], done.pool)
 
 
 def _plainly(real: list[tuple[Attended, ReadSpan]], slots: tuple[np.ndarray, ...], mask: Mask) -> bool:
     """The usual case, quickly: one span a request, with its slots in order, all of which its row sees."""
-    return len(real) == len(slots) and all(
+    if mask.window is not None or len(real) != len(slots):
+        return False
+    return all(
         span.heads is None
-        and mask.window is None
         and attended.window_left < 0
         and span.rows.tolist() == [row]
         and np.array_equal(span.k_slots, own)

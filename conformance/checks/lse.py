@@ -90,9 +90,7 @@ def _queries_anew(trial: Trial, step: int, layer: int) -> bool:
     layers = trial.first.steps[step].layers if step < len(trial.first.steps) else []
     if layer >= len(layers):
         return False  # the first execution broke off before
-    handed, pool = layers[layer], trial.pool
-    tensors = trial.question.step(step)
-    at = LayerTensors(trial.case, tensors, layer, handed, pool.k_cache(layer), pool.v_cache(layer))
+    at = LayerTensors.of(trial.question, step, layer, layers[layer], trial.pool)
     return any(computed_anew(a, at)[0] for a in attended if a is not None)
 
 

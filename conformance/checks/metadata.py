@@ -106,10 +106,9 @@ def rule_findings(trial: Trial, kind: str, name: str) -> list[Finding]:
 
 def _layer(trial: Trial, step: int, layer: int, handed: LayerRun, calls: list[Call]) -> list[Finding]:
     tensors = trial.question.step(step)
-    pool = trial.pool
     decoded: list[tuple[Attended, ReadSpan]] = []
     found: list[Finding] = []
-    at = LayerTensors(trial.case, tensors, layer, handed, pool.k_cache(layer), pool.v_cache(layer))
+    at = LayerTensors.of(trial.question, step, layer, handed, trial.pool)
     plainly = len(calls) == 1 and is_plain(calls[0], at)
     for call in calls:
         attended = call.attended

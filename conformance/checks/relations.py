@@ -10,14 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from conformance.checks.stepwise import found_by
-from conformance.checks.values import budget_of, failure_finding, merges_in
-from conformance.compare import Wrong, elements
+from conformance.checks.values import failure_finding, output_wrong
 from conformance.execution import LayerRun
 from conformance.outcome import Finding
 from conformance.relate import RELATIONS, Related
 from conformance.support import unsupported
 from conformance.trial import Trial
-from reference import surely_within
 
 NAME = "relations"
 DRAWN_FROM = 8 * len(RELATIONS)
@@ -52,7 +50,7 @@ def _compare(trial: Trial, related: Related, handed: LayerRun, step: int, layer:
     request = trial.question.step(0).rows.request
     if handed.values is None or original.values is None or handed.values.shape[0] != len(rows):
         return [Finding(check=NAME, layer=layer, message=f"{related.name}: the output has no such shape")]
-    wrong = _wrong(trial, handed, rows, layer)
+    wrong = output_wrong(trial, handed, 0, layer, rows)
     if wrong is not None:
         row = int(rows[wrong.row])
         message = (
@@ -69,18 +67,3 @@ def _compare(trial: Trial, related: Related, handed: LayerRun, step: int, layer:
     row = int(rows[different[0]])
     message = f"{related.name}: row {row} has other bits, and the backend declares bit_equal"
     return [Finding(check=NAME, layer=layer, request=int(request[row]), message=message)]
-
-
-def _wrong(trial: Trial, handed: LayerRun, rows: np.ndarray, layer: int) -> Wrong | None:
-    answer = trial.answer(0, layer)
-    want = answer.state.out.numpy()[rows]
-    if handed.exact is not None:
-        wrong = elements(handed.exact, want, answer.exact_tolerance)
-        if wrong is None or not merges_in(trial, 0, layer):
-            return wrong
-    if handed.values is None:
-        return None
-    got, state = handed.values.double().numpy(), answer.state
-    if surely_within(got, want, dtype=handed.values.dtype, max_score=state.max_score, max_v=state.max_v):
-        return None
-    return elements(got, want, np.asarray(budget_of(trial, 0, layer).max_abs)[rows])

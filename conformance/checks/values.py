@@ -82,10 +82,15 @@ def layer_findings(trial: Trial, handed: LayerRun, step: int, layer: int) -> lis
     return [Finding(check=NAME, step=step, layer=layer, request=request, message=message)]
 
 
-def output_wrong(trial: Trial, handed: LayerRun, step: int, layer: int) -> Wrong | None:
-    """Compare an output of the right shape with the oracle."""
+def output_wrong(
+    trial: Trial, handed: LayerRun, step: int, layer: int, rows: np.ndarray | None = None
+) -> Wrong | None:
+    """Compare an output of the right shape with the oracle. `rows`: the oracle's that it has, in its order (default:
+    all, which are then held to a mean error as well)."""
     answer = trial.answer(step, layer)
     want = answer.state.out.numpy()
+    if rows is not None:
+        want = want[rows]
     if handed.exact is not None:
         wrong = elements(handed.exact, want, answer.exact_tolerance)
         if wrong is None or not merges_in(trial, step, layer):
@@ -97,8 +102,9 @@ def output_wrong(trial: Trial, handed: LayerRun, step: int, layer: int) -> Wrong
     if surely_within(got, want, dtype=handed.values.dtype, max_score=state.max_score, max_v=state.max_v):
         return None
     budget = budget_of(trial, step, layer)
-    wrong = elements(got, want, np.asarray(budget.max_abs))
-    if wrong is not None:
+    allowed = np.asarray(budget.max_abs)
+    wrong = elements(got, want, allowed if rows is None else allowed[rows])
+    if wrong is not None or rows is not None:
         return wrong
     mean = float(np.abs(got - want).mean()) if got.size else 0.0
     if mean <= budget.mean_abs:

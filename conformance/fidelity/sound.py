@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -134,15 +135,7 @@ def _page(
     ends = edges(counts)
     pages = [order[a:b] for a, b in pairwise(ends)]
     shape = (total, size, call.num_kv_heads, call.head_dim)
-    slots = torch.tensor(
-        [
-            page * size + offset
-            for length, own in zip(call.kv_lens, pages, strict=True)
-            for page, offset in (divmod(position, size) for position in range(length))
-            for page in (own[page],)
-        ],
-        dtype=torch.int64,
-    )
+    slots = _slots(pages, size, _places([0] * len(pages), call.kv_lens))
     for name, stored in (("k", k), ("v", v)):
         if call.poisoned:
             cache = torch.full(shape, torch.nan, dtype=k.dtype)
@@ -151,6 +144,19 @@ def _page(
         cache.view(total * size, call.num_kv_heads, call.head_dim)[slots] = stored
         draft.tensors[name] = cache
     return pages
+
+
+def _places(begins: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
+    """(request, position) of the tokens of each request from one position up to another."""
+    return [
+        (request, i) for request, (a, b) in enumerate(zip(begins, ends, strict=True)) for i in range(a, b)
+    ]
+
+
+def _slots(pages: list[list[int]], page_size: int, places: list[tuple[int, int]]) -> torch.Tensor:
+    """int64, where these tokens stand in the pool."""
+    slots = [pages[request][i // page_size] * page_size + i % page_size for request, i in places]
+    return torch.tensor(slots, dtype=torch.int64)
 
 
 def _append(call: LibraryCall, random: torch.Generator) -> Draft:
@@ -163,17 +169,9 @@ def _append(call: LibraryCall, random: torch.Generator) -> Draft:
     caches = [draft.tensors.pop(name).flatten(0, 1) for name in ("k", "v")]
     stored = torch.cat(caches).double()
     draft.expected = stored, stored.new_zeros(stored.shape[:2])
-    places = [
-        (request, position)
-        for request, (new, length) in enumerate(zip(call.qo_lens, call.kv_lens, strict=True))
-        for position in range(length - new, length)
-    ]
-    slots = torch.tensor(
-        [
-            pages[request][position // call.page_size] * call.page_size + position % call.page_size
-            for request, position in places
-        ]
-    )
+    stored_lens = [length - new for new, length in zip(call.qo_lens, call.kv_lens, strict=True)]
+    places = _places(stored_lens, call.kv_lens)
+    slots = _slots(pages, call.page_size, places)
     for name, cache in zip(("append_key", "append_value"), caches, strict=True):
         draft.tensors[name] = cache[slots]
     for name, cache in zip(("k", "v"), caches, strict=True):
